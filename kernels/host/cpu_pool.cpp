@@ -1,0 +1,353 @@
+// The host side of the CPU target: one persistent pool of threads, and launches on the memory of MLX arrays.
+//
+// Loaded with ctypes.PyDLL, so every exported function is entered with Python's lock held. The few C-API
+// names it needs are declared here: no Python headers have to be installed.
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+extern "C" {
+struct PyBuffer {  // Py_buffer, stable since Python 3.11
+  void* data;
+  void* owner;
+  int64_t bytes, itemsize;
+  int readonly, ndim;
+  char* format;
+  int64_t *shape, *strides, *suboffsets;
+  void* internal;
+};
+int PyObject_GetBuffer(void* object, PyBuffer* view, int flags);
+void PyBuffer_Release(PyBuffer* view);
+void* PyCapsule_New(void* pointer, const char* name, void (*destructor)(void*));
+void* PyCapsule_GetPointer(void* capsule, const char* name);
+int PyCapsule_IsValid(void* capsule, const char* name);
+void* PyEval_SaveThread();
+void PyEval_RestoreThread(void* state);
+
+struct DLManagedTensor {  // dlpack.h, version 0.8
+  void* data;
+  int32_t device_type, device_id, ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+  void* context;
+  void (*deleter)(DLManagedTensor*);
+};
+}
+
+namespace {
+
+constexpr int kMaxDims = 8, kMaxArrays = 12, kMaxThreads = 256, kLayout = 1000;
+constexpr int kStrides = 0x0010 | 0x0008;  // PyBUF_STRIDES
+
+struct Array {  // what a kernel's entry reads of one input or output; strides in bytes
+  void* data;
+  int64_t ndim, shape[kMaxDims], strides[kMaxDims];
+};
+
+struct Scratch {  // threadgroup memory of one thread; `tag` tells what the last task staged there
+  char* memory;
+  int64_t bytes;
+  uint64_t tag[4];
+};
+
+typedef void (*Entry)(const Array*, const int64_t*, uint32_t, Scratch*);
+
+struct Job {
+  Entry entry;
+  const Array* arrays;
+  const int64_t* numbers;
+  uint32_t groups;
+  int64_t scratch_bytes;
+};
+
+struct Pool {
+  pthread_mutex_t launching, sleeping;  // one launch at a time; guards the sleepers' condition
+  pthread_cond_t wake;
+  int threads, started;
+  int64_t spin_ns;
+  Job job;
+  uint64_t generation;              // counts launches; workers wait for the next
+  uint64_t open;                    // the generation that may still be joined, 0 when none
+  uint32_t next, active, sleepers;  // next group; workers inside the job; workers asleep
+  Scratch scratch[kMaxThreads];
+};
+
+Pool pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 1, 0, 200000,
+             {}, 0, 0, 0, 0, 0, {}};
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+void reserve(Scratch& scratch, int64_t bytes) {
+  if (scratch.bytes >= bytes) return;
+  free(scratch.memory);
+  scratch.memory = nullptr;
+  if (posix_memalign(reinterpret_cast<void**>(&scratch.memory), 4096, bytes) != 0) abort();
+  scratch.bytes = bytes;
+  memset(scratch.tag, 0, sizeof scratch.tag);
+}
+
+void take_groups(const Job& job, Scratch& scratch) {
+  reserve(scratch, job.scratch_bytes);
+  memset(scratch.tag, 0, sizeof scratch.tag);
+  for (;;) {
+    const uint32_t group = __atomic_fetch_add(&pool.next, 1, __ATOMIC_RELAXED);
+    if (group >= job.groups) return;
+    job.entry(job.arrays, job.numbers, group, &scratch);
+  }
+}
+
+uint64_t wait_for_generation(uint64_t seen) {
+  const int64_t deadline = now_ns() + pool.spin_ns;
+  for (int i = 0;; ++i) {
+    const uint64_t generation = __atomic_load_n(&pool.generation, __ATOMIC_ACQUIRE);
+    if (generation != seen) return generation;
+    relax();
+    if ((i & 63) == 63 && now_ns() > deadline) break;
+  }
+  pthread_mutex_lock(&pool.sleeping);
+  __atomic_fetch_add(&pool.sleepers, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&pool.generation, __ATOMIC_SEQ_CST) == seen) pthread_cond_wait(&pool.wake, &pool.sleeping);
+  __atomic_fetch_sub(&pool.sleepers, 1, __ATOMIC_SEQ_CST);
+  pthread_mutex_unlock(&pool.sleeping);
+  return __atomic_load_n(&pool.generation, __ATOMIC_ACQUIRE);
+}
+
+// A worker that wakes late finds the job closed and takes no part: nobody ever waits for a sleeper.
+void* work(void* argument) {
+  Scratch& scratch = pool.scratch[reinterpret_cast<intptr_t>(argument)];
+  for (uint64_t seen = 0;;) {
+    seen = wait_for_generation(seen);
+    __atomic_fetch_add(&pool.active, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&pool.open, __ATOMIC_SEQ_CST) == seen) take_groups(pool.job, scratch);
+    __atomic_fetch_sub(&pool.active, 1, __ATOMIC_SEQ_CST);
+  }
+  return nullptr;
+}
+
+void start_workers() {
+  for (int i = 1; i < pool.threads; ++i) {
+    pthread_t thread;
+    if (pthread_create(&thread, nullptr, work, reinterpret_cast<void*>(static_cast<intptr_t>(i))) != 0) {
+      pool.threads = i;
+      break;
+    }
+    pthread_detach(thread);
+  }
+  pool.started = 1;
+}
+
+void call_workers() {
+  const uint64_t generation = pool.generation + 1;
+  __atomic_store_n(&pool.open, generation, __ATOMIC_SEQ_CST);
+  __atomic_store_n(&pool.generation, generation, __ATOMIC_SEQ_CST);
+  if (__atomic_load_n(&pool.sleepers, __ATOMIC_SEQ_CST) == 0) return;
+  pthread_mutex_lock(&pool.sleeping);
+  pthread_cond_broadcast(&pool.wake);
+  pthread_mutex_unlock(&pool.sleeping);
+}
+
+void run(const Job& job) {
+  pthread_mutex_lock(&pool.launching);
+  if (!pool.started) start_workers();
+  pool.job = job;
+  __atomic_store_n(&pool.next, 0, __ATOMIC_RELAXED);
+  if (job.groups > 1 && pool.threads > 1) call_workers();
+  take_groups(job, pool.scratch[0]);
+  __atomic_store_n(&pool.open, 0, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&pool.active, __ATOMIC_SEQ_CST) != 0) relax();
+  pthread_mutex_unlock(&pool.launching);
+}
+
+void after_fork() {  // a child has none of the parent's threads: begin anew
+  pthread_mutex_init(&pool.launching, nullptr);
+  pthread_mutex_init(&pool.sleeping, nullptr);
+  pthread_cond_init(&pool.wake, nullptr);
+  pool.started = 0;
+  pool.generation = pool.open = 0;
+  pool.active = pool.sleepers = 0;
+}
+
+// ---- outputs: buffers that MLX adopts through DLPack, recycled by size ----
+
+constexpr int kClasses = 40, kKept = 16;
+struct {
+  pthread_mutex_t lock;
+  void* kept[kClasses][kKept];
+  int count[kClasses];
+} bins = {PTHREAD_MUTEX_INITIALIZER, {}, {}};
+
+int size_class(int64_t bytes) {
+  int c = 6;
+  while ((int64_t{1} << c) < bytes) ++c;
+  return c;
+}
+
+void* acquire(int64_t bytes) {
+  const int c = size_class(bytes);
+  void* memory = nullptr;
+  pthread_mutex_lock(&bins.lock);
+  if (bins.count[c] > 0) memory = bins.kept[c][--bins.count[c]];
+  pthread_mutex_unlock(&bins.lock);
+  if (memory == nullptr && posix_memalign(&memory, 64, int64_t{1} << c) != 0) return nullptr;
+  return memory;
+}
+
+void recycle(void* memory, int64_t bytes) {
+  const int c = size_class(bytes);
+  pthread_mutex_lock(&bins.lock);
+  const bool keep = c <= 24 && bins.count[c] < kKept;
+  if (keep) bins.kept[c][bins.count[c]++] = memory;
+  pthread_mutex_unlock(&bins.lock);
+  if (!keep) free(memory);
+}
+
+struct Output {  // the tensor handed to MLX and the numbers its pointers point to
+  DLManagedTensor tensor;
+  int64_t shape[kMaxDims], bytes;
+};
+
+void delete_output(DLManagedTensor* tensor) {
+  Output* output = reinterpret_cast<Output*>(tensor);
+  recycle(tensor->data, output->bytes);
+  free(output);
+}
+
+void delete_capsule(void* capsule) {  // only one that nobody consumed still has this name
+  if (PyCapsule_IsValid(capsule, "dltensor"))
+    delete_output(static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor")));
+}
+
+Array describe(const PyBuffer& view) {
+  Array array = {view.data, view.ndim, {}, {}};
+  for (int d = 0; d < view.ndim; ++d) {
+    array.shape[d] = view.shape[d];
+    array.strides[d] = view.strides[d];
+  }
+  return array;
+}
+
+Array describe(void* memory, const int64_t* shape, int64_t ndim, int64_t itemsize) {
+  Array array = {memory, ndim, {}, {}};
+  for (int64_t d = ndim - 1, stride = itemsize; d >= 0; stride *= shape[d--]) {
+    array.shape[d] = shape[d];
+    array.strides[d] = stride;
+  }
+  return array;
+}
+
+// Whether the elements of a row lie side by side and all leading axes fold into one, as a matrix needs.
+bool folds_to_matrix(const PyBuffer& view) {
+  if (view.ndim == 0) return true;
+  if (view.shape[view.ndim - 1] != 1 && view.strides[view.ndim - 1] != view.itemsize) return false;
+  int64_t rows = 0, stride = 0;  // of the axes inside the one at hand
+  for (int d = view.ndim - 2; d >= 0; --d) {
+    if (view.shape[d] == 1) continue;
+    if (rows != 0 && view.strides[d] != rows * stride) return false;
+    if (rows == 0) stride = view.strides[d], rows = 1;
+    rows *= view.shape[d];
+  }
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+struct OutputSpec {  // shape and DLPack dtype of one output
+  int64_t ndim, shape[kMaxDims];
+  int32_t code, bits;
+};
+
+struct Launch {  // everything of one launch but the input objects
+  Entry entry;
+  int64_t groups, scratch_bytes, poison;
+  int64_t input_count, output_count;
+  int64_t strided_inputs;  // bit i: the kernel takes any strides of input i
+  int64_t numbers[16];
+  OutputSpec outputs[4];
+};
+
+// Set the number of threads, before the first launch or between launches of a fresh process.
+void metile_configure(int threads, int64_t spin_ns) {
+  static int hooked = 0;
+  if (!hooked) hooked = 1, pthread_atfork(nullptr, nullptr, after_fork);
+  if (!pool.started) pool.threads = threads < 1 ? 1 : threads > kMaxThreads ? kMaxThreads : threads;
+  pool.spin_ns = spin_ns;
+}
+
+int metile_threads() { return pool.threads; }
+
+// Run a kernel. `inputs` are objects with the buffer protocol (MLX arrays are evaluated by it); `capsules`
+// receives one DLPack capsule an output. Returns 0, or 1 + the index of an input that gave no buffer (a Python
+// error is then set), or kLayout + the index of one that does not fold to a matrix, or -1 when memory ran out.
+int metile_launch(const Launch* launch, void** inputs, void** capsules) {
+  PyBuffer views[kMaxArrays];
+  Array arrays[kMaxArrays];
+  const int count = static_cast<int>(launch->input_count);
+  int held = 0, status = 0;
+  for (; held < count; ++held) {
+    if (PyObject_GetBuffer(inputs[held], &views[held], kStrides) != 0) {
+      status = 1 + held;
+      break;
+    }
+    const bool strided = launch->strided_inputs >> held & 1;
+    if (views[held].ndim > kMaxDims || (!strided && !folds_to_matrix(views[held]))) {
+      status = kLayout + held;
+      PyBuffer_Release(&views[held]);
+      break;
+    }
+    arrays[held] = describe(views[held]);
+  }
+  Output* outputs[4] = {};
+  for (int i = 0; status == 0 && i < launch->output_count; ++i) {
+    const OutputSpec& spec = launch->outputs[i];
+    int64_t bytes = spec.bits / 8;
+    for (int d = 0; d < spec.ndim; ++d) bytes *= spec.shape[d];
+    Output* output = static_cast<Output*>(calloc(1, sizeof(Output)));
+    void* memory = output ? acquire(bytes) : nullptr;
+    if (memory == nullptr) {
+      free(output);
+      status = -1;
+      break;
+    }
+    memcpy(output->shape, spec.shape, sizeof output->shape);
+    output->bytes = bytes;
+    output->tensor = {memory, 1, 0, static_cast<int32_t>(spec.ndim), static_cast<uint8_t>(spec.code),
+                      static_cast<uint8_t>(spec.bits), 1, output->shape, nullptr, 0, nullptr, delete_output};
+    outputs[i] = output;
+    arrays[count + i] = describe(memory, output->shape, spec.ndim, spec.bits / 8);
+    if (launch->poison) memset(memory, 0xFF, bytes);  // every float type reads NaN
+  }
+  if (status == 0) {
+    const Job job = {launch->entry, arrays, launch->numbers, static_cast<uint32_t>(launch->groups), launch->scratch_bytes};
+    void* state = PyEval_SaveThread();
+    run(job);
+    PyEval_RestoreThread(state);
+  }
+  for (int i = 0; i < held; ++i) PyBuffer_Release(&views[i]);
+  for (int i = 0; i < launch->output_count && outputs[i]; ++i) {
+    if (status == 0)
+      capsules[i] = PyCapsule_New(&outputs[i]->tensor, "dltensor", delete_capsule);
+    else
+      delete_output(&outputs[i]->tensor);
+  }
+  return status;
+}
+
+}  // extern "C"

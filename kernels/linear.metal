@@ -1,0 +1,66 @@
+// linear: y = epilogue(x . w^T), x [M, K], each weight matrix w [N, K] as MLX keeps it, y [M, N]; fp32 accumulation.
+//
+// Two programs. linear_matrix is the matrix end: a threadgroup owns a BM x BN block of y and walks k in slices.
+// linear_rows is the decode end: a few rows of x, every weight read once, k split over the lanes.
+#pragma once
+
+struct Store {
+  static constexpr int operands = 1;
+  template <typename F>
+  F apply(thread const F (&values)[1], long, long, long) const { return values[0]; }
+};
+
+template <typename T>
+struct Bias {
+  static constexpr int operands = 1;
+  const device T* bias;  // [N]
+  template <typename F>
+  F apply(thread const F (&values)[1], long, long n, long count) const { return values[0] + load(bias + n, count); }
+};
+
+template <typename T>
+struct Residual {
+  static constexpr int operands = 1;
+  Matrix<const device T> residual;  // [M, N]
+  template <typename F>
+  F apply(thread const F (&values)[1], long m, long n, long count) const {
+    return values[0] + load(residual.row(m) + n, count);
+  }
+};
+
+struct SwiGLU {  // silu(gate) * up
+  static constexpr int operands = 2;
+  template <typename F>
+  F apply(thread const F (&values)[2], long, long, long) const {
+    return values[0] / (1.0f + exponential(-values[0])) * values[1];
+  }
+};
+
+template <typename T, typename Epilogue, int BM, int BN, int WM, int WN>
+inline void linear_matrix(Matrix<const device T> x, thread const Matrix<const device T> (&w)[Epilogue::operands],
+                          Matrix<device T> y, thread const Epilogue& epilogue, long outer_k, Schedule schedule, Group group) {
+  typedef Accumulator<T, Epilogue::operands, BM, BN, WM, WN> Sums;
+  const Block block = schedule_block(schedule, group.index, ceil_div(y.rows, BM), ceil_div(y.columns, BN));
+  const long m0 = block.m * BM, n0 = block.n * BN;
+  Stage<T, BM> staged;
+  Sums sums(group, 0);
+  for (long k = 0; k < x.columns; k += outer_k) {
+    const long depth = min_of(outer_k, x.columns - k);
+    staged.load(group, Sums::bytes, x, m0, k, depth);
+    sums.multiply_accumulate(staged, w, n0, k, depth, k == 0);
+  }
+  sums.store(y, m0, n0, epilogue);
+}
+
+template <typename T, typename Epilogue, int ROWS, int BN, int WN, int KU>
+inline void linear_rows(Matrix<const device T> x, thread const Matrix<const device T> (&w)[Epilogue::operands],
+                        Matrix<device T> y, thread const Epilogue& epilogue, Group group) {
+  typedef RowAccumulator<T, Epilogue::operands, ROWS, BN, WN, KU> Sums;
+  const long tiles_n = ceil_div(y.columns, BN);
+  const long m0 = group.index / tiles_n * ROWS, n0 = group.index % tiles_n * BN;
+  RowStage<T, ROWS> staged;
+  Sums sums(group, 0);
+  staged.load(group, Sums::bytes, x, m0);
+  sums.multiply(staged, w, n0);
+  sums.store(y, m0, n0, epilogue);
+}

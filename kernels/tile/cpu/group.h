@@ -1,0 +1,60 @@
+// What a task knows of its launch: its index, its thread's scratch, and the arrays as the host describes them.
+#pragma once
+
+namespace metile {
+
+constexpr int max_dims = 8;
+
+struct Array {  // strides in bytes; mirrors host/cpu_pool.cpp
+  void* data;
+  long ndim, shape[max_dims], strides[max_dims];
+};
+
+struct Scratch {
+  char* memory;
+  long bytes;
+  unsigned long tag[4];
+};
+
+}  // namespace metile
+
+struct Group {
+  uint index;
+  metile::Scratch* scratch;
+
+  // `bytes` of threadgroup memory at a fixed offset.
+  template <typename U>
+  U* memory(long offset) const { return reinterpret_cast<U*>(scratch->memory + offset); }
+};
+
+constexpr long ceil_div(long a, long b) { return (a + b - 1) / b; }
+constexpr long round_up(long a, long b) { return ceil_div(a, b) * b; }
+constexpr long min_of(long a, long b) { return a < b ? a : b; }
+
+// A row-major matrix in device memory: `stride` elements from row to row.
+template <typename T>
+struct Matrix {
+  T* data;
+  long rows, columns, stride;
+
+  T* row(long m) const { return data + m * stride; }
+};
+
+// All leading axes of an array folded into the rows of a matrix; the host has seen that they fold.
+template <typename T>
+inline Matrix<T> matrix(const metile::Array& array) {
+  Matrix<T> result = {static_cast<T*>(array.data), 1, array.ndim ? array.shape[array.ndim - 1] : 1, 0};
+  for (long d = array.ndim - 2; d >= 0; --d) {
+    if (result.stride == 0 && array.shape[d] != 1) result.stride = array.strides[d] / long(sizeof(T));
+    result.rows *= array.shape[d];
+  }
+  return result;
+}
+
+namespace metile {
+
+// Before and after every task: the matrix unit wants to know its tile shapes, and to be let go.
+inline void begin_task();
+inline void end_task();
+
+}  // namespace metile

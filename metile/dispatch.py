@@ -1,0 +1,80 @@
+"""Decisions: which candidate runs an operation at a shape bucket, and the plan that says which features use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from metile.ops.attention import AttentionKey, AttentionTile
+from metile.ops.base import OpKey
+from metile.ops.linear import LinearKey, LinearTile
+from metile.ops.norm import NormKey, NormTile
+
+# The plan features of schema v8, and our own where it has no word.
+V8_FEATURES = ("affine_prefill", "attention", "dense_mlp", "graph_fusion", "quantized_mlp", "rms_norm")
+OWN_FEATURES = ("dense_projections",)
+FEATURES = V8_FEATURES + OWN_FEATURES
+
+_CANDIDATES: dict[type, type] = {LinearKey: LinearTile, NormKey: NormTile, AttentionKey: AttentionTile}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the search decided for one key.
+
+    Attributes:
+        key: the operation and its bucket.
+        candidate: the kernel's plan fields, or None for plain MLX.
+        speedup: median of paired ratios of plain MLX's time to the candidate's, 1.0 for plain MLX.
+        reason: why plain MLX stayed, or what the winner won by.
+        rejected: candidates that failed to compile or to verify, with the first reason of each.
+    """
+
+    key: OpKey
+    candidate: Any | None
+    speedup: float
+    reason: str
+    rejected: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the decision without its key, as JSON values."""
+        return {
+            "candidate": None if self.candidate is None else asdict(self.candidate),
+            "speedup": self.speedup,
+            "reason": self.reason,
+            "rejected": dict(self.rejected),
+        }
+
+    @classmethod
+    def from_json(cls, key: OpKey, value: Any) -> Decision | None:
+        """Return the decision that `to_json` wrote for `key`, or None where the value is not one."""
+        try:
+            fields = value["candidate"]
+            candidate = None if fields is None else _CANDIDATES[type(key)](**fields)
+            return cls(key, candidate, float(value["speedup"]), str(value["reason"]), dict(value["rejected"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which features are on, and the candidate of every key they may meet.
+
+    Attributes:
+        target: name of the target the decisions were taken on.
+        features: names out of `FEATURES`.
+        choices: for each key its candidate, or None for plain MLX.
+    """
+
+    target: str
+    features: frozenset[str]
+    choices: Mapping[OpKey, Any | None]
+
+    def __bool__(self) -> bool:
+        """Return whether the plan changes anything."""
+        return bool(self.features)
+
+    def only(self, features: Iterable[str]) -> Plan:
+        """Return the same decisions with other features on."""
+        return Plan(self.target, frozenset(features), self.choices)

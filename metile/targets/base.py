@@ -1,0 +1,107 @@
+"""What every target shares: how a kernel is described, and what it is to launch one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+# The name of each dtype in kernel text.
+KERNEL_TYPES: dict[mx.Dtype, str] = {mx.bfloat16: "bfloat", mx.float16: "half", mx.float32: "float"}
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One kernel: a call into a program below ``kernels/``, with names for what it is called on.
+
+    Attributes:
+        name: says the plan: op, dtype and every field of the candidate.
+        program: the file that holds it, such as ``linear.metal``.
+        body: statements that use the names below, ``group`` (the threadgroup) and nothing else.
+        inputs: names of input arrays, in order.
+        outputs: names of output arrays, in order.
+        numbers: names of integers known at launch.
+        scratch: an expression of the numbers: bytes of threadgroup memory.
+        strided: names of inputs taken with any strides; all others must fold to a matrix.
+    """
+
+    name: str
+    program: str
+    body: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    numbers: tuple[str, ...] = ()
+    scratch: str = "0"
+    strided: tuple[str, ...] = ()
+
+    def identity(self, sources: str) -> str:
+        """Return the kernel's unique name: its name and a digest of its text and of `sources`.
+
+        Two kernels of one name but different text never share an identity.
+        """
+        text = repr(self) + sources
+        return f"{self.name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True)
+class Output:
+    """Shape and dtype of one output of a launch."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device allows; spaces prune their candidates by it.
+
+    Attributes:
+        lanes: elements that one instruction handles: vector lanes, or the simd width.
+        registers: vector registers of a thread, which bound the accumulator tile.
+        threadgroup_bytes: most threadgroup memory (on a CPU: what stays in its cache) a kernel may take.
+        tile_dtypes: dtypes multiplied by a matrix unit with tiles of `tile_rows` rows.
+        tile_rows: rows of such a tile, 0 without a matrix unit.
+    """
+
+    lanes: int
+    registers: int
+    threadgroup_bytes: int
+    tile_dtypes: tuple[str, ...] = ()
+    tile_rows: int = 0
+
+
+class Kernel(Protocol):
+    """A compiled kernel."""
+
+    source: KernelSource
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        outputs: Sequence[Output],
+        *,
+        groups: int,
+        numbers: Sequence[int] = (),
+        poison: bool = False,
+    ) -> list[mx.array]:
+        """Run over `groups` threadgroups; with `poison`, outputs hold NaN until written."""
+
+
+class Target(Protocol):
+    """A machine kernels run on."""
+
+    name: str
+    limits: Limits
+
+    def chip(self) -> str:
+        """Return the processor's name, with the instruction set where that is a choice."""
+
+    def compile(self, source: KernelSource) -> Kernel:
+        """Compile a kernel, or find it compiled.
+
+        Raises:
+            CompileError: the compiler rejects it.
+        """
