@@ -251,10 +251,13 @@ Array describe(void* memory, const int64_t* shape, int64_t ndim, int64_t itemsiz
   return array;
 }
 
+bool rows_are_whole(const PyBuffer& view) {
+  return view.ndim == 0 || view.shape[view.ndim - 1] == 1 || view.strides[view.ndim - 1] == view.itemsize;
+}
+
 // Whether the elements of a row lie side by side and all leading axes fold into one, as a matrix needs.
 bool folds_to_matrix(const PyBuffer& view) {
-  if (view.ndim == 0) return true;
-  if (view.shape[view.ndim - 1] != 1 && view.strides[view.ndim - 1] != view.itemsize) return false;
+  if (!rows_are_whole(view)) return false;
   int64_t rows = 0, stride = 0;  // of the axes inside the one at hand
   for (int d = view.ndim - 2; d >= 0; --d) {
     if (view.shape[d] == 1) continue;
@@ -278,7 +281,7 @@ struct Launch {  // everything of one launch but the input objects
   Entry entry;
   int64_t groups, scratch_bytes, poison;
   int64_t input_count, output_count;
-  int64_t strided_inputs;  // bit i: the kernel takes any strides of input i
+  int64_t strided_inputs;  // bit i: the kernel takes input i with any strides but the last
   int64_t numbers[16];
   OutputSpec outputs[4];
 };
@@ -307,7 +310,7 @@ int metile_launch(const Launch* launch, void** inputs, void** capsules) {
       break;
     }
     const bool strided = launch->strided_inputs >> held & 1;
-    if (views[held].ndim > kMaxDims || (!strided && !folds_to_matrix(views[held]))) {
+    if (views[held].ndim > kMaxDims || !(strided ? rows_are_whole(views[held]) : folds_to_matrix(views[held]))) {
       status = kLayout + held;
       PyBuffer_Release(&views[held]);
       break;

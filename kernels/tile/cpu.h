@@ -22,4 +22,5 @@ typedef _Float16 half;
 #include "cpu/multiply.h"
 #include "cpu/matrix.h"
 #include "cpu/rows.h"
+#include "cpu/softmax.h"
 #include "schedule.h"

@@ -40,6 +40,36 @@ struct Matrix {
   T* row(long m) const { return data + m * stride; }
 };
 
+// An array [batch, heads, rows, columns] whose rows lie whole in memory; the other strides are free.
+template <typename T>
+struct Heads {
+  T* data;
+  long batch_stride, head_stride, stride, heads, rows, columns;
+
+  Matrix<T> head(long batch, long head) const {
+    return Matrix<T>{data + batch * batch_stride + head * head_stride, rows, columns, stride};
+  }
+  // The first row of each of `count` heads.
+  Matrix<T> across(long batch, long head, long count) const {
+    return Matrix<T>{data + batch * batch_stride + head * head_stride, count, columns, head_stride};
+  }
+};
+
+template <typename T>
+inline Heads<T> heads(const metile::Array& a) {
+  const long size = sizeof(T);
+  return Heads<T>{static_cast<T*>(a.data), a.strides[0] / size, a.strides[1] / size, a.strides[2] / size,
+                  a.shape[1], a.shape[2], a.shape[3]};
+}
+
+// The same of an array [batch, rows, heads, columns].
+template <typename T>
+inline Heads<T> heads_inside(const metile::Array& a) {
+  const long size = sizeof(T);
+  return Heads<T>{static_cast<T*>(a.data), a.strides[0] / size, a.strides[2] / size, a.strides[1] / size,
+                  a.shape[2], a.shape[1], a.shape[3]};
+}
+
 // All leading axes of an array folded into the rows of a matrix; the host has seen that they fold.
 template <typename T>
 inline Matrix<T> matrix(const metile::Array& array) {

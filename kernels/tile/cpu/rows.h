@@ -47,8 +47,9 @@ struct RowStage {
   void load(const Group& group, long offset, Matrix<const T> x, long m0) {
     memory = group.memory<element>(offset);
     stride = round_up(x.columns, Lane::width);
-    if (group.scratch->tag[0] == 1 + (unsigned long)m0) return;
-    group.scratch->tag[0] = 1 + m0;
+    unsigned long* tag = group.scratch->tag;
+    if (tag[0] == (unsigned long)x.data && tag[1] == (unsigned long)m0) return;
+    tag[0] = (unsigned long)x.data, tag[1] = m0;
     for (int m = 0; m < ROWS; ++m) {
       element* to = memory + m * stride;
       for (long k = 0; k < stride; k += metile::lanes) {

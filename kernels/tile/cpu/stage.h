@@ -46,8 +46,9 @@ struct Stage {
     memory = group.memory<unit>(offset);
     units = round_up(depth, step) / width;
     unsigned long* tag = group.scratch->tag;
-    if (tag[0] == 1 + (unsigned long)m0 && tag[1] == 1 + (unsigned long)k0) return;
-    tag[0] = 1 + m0, tag[1] = 1 + k0;
+    const unsigned long held[3] = {(unsigned long)x.data, (unsigned long)m0, (unsigned long)k0};
+    if (tag[0] == held[0] && tag[1] == held[1] && tag[2] == held[2]) return;
+    tag[0] = held[0], tag[1] = held[1], tag[2] = held[2];
     for (int panel = 0; panel < panels; ++panel) load_panel(x, m0 + panel * metile::lanes, k0, depth, panel);
   }
 

@@ -74,6 +74,7 @@ inline float reduce_add(vfloat value) {
   return sum;
 }
 
+inline float larger(float a, float b) { return a > b ? a : b; }
 inline vfloat maximum(vfloat a, vfloat b) { return a > b ? a : b; }
 inline vfloat minimum(vfloat a, vfloat b) { return a < b ? a : b; }
 
