@@ -23,6 +23,7 @@ void PyBuffer_Release(PyBuffer* view);
 void* PyCapsule_New(void* pointer, const char* name, void (*destructor)(void*));
 void* PyCapsule_GetPointer(void* capsule, const char* name);
 int PyCapsule_IsValid(void* capsule, const char* name);
+int PyList_SetItem(void* list, int64_t index, void* item);  // takes over the reference to item
 void* PyEval_SaveThread();
 void PyEval_RestoreThread(void* state);
 
@@ -174,15 +175,6 @@ void run(const Job& job) {
   pthread_mutex_unlock(&pool.launching);
 }
 
-void after_fork() {  // a child has none of the parent's threads: begin anew
-  pthread_mutex_init(&pool.launching, nullptr);
-  pthread_mutex_init(&pool.sleeping, nullptr);
-  pthread_cond_init(&pool.wake, nullptr);
-  pool.started = 0;
-  pool.generation = pool.open = 0;
-  pool.active = pool.sleepers = 0;
-}
-
 // ---- outputs: buffers that MLX adopts through DLPack, recycled by size ----
 
 constexpr int kClasses = 40, kKept = 16;
@@ -215,6 +207,17 @@ void recycle(void* memory, int64_t bytes) {
   if (keep) bins.kept[c][bins.count[c]++] = memory;
   pthread_mutex_unlock(&bins.lock);
   if (!keep) free(memory);
+}
+
+void after_fork() {  // a child has none of the parent's threads: begin anew
+  pthread_mutex_init(&pool.launching, nullptr);
+  pthread_mutex_init(&pool.sleeping, nullptr);
+  pthread_cond_init(&pool.wake, nullptr);
+  pool.started = 0;
+  pool.generation = pool.open = 0;
+  pool.active = pool.sleepers = 0;
+  pthread_mutex_init(&bins.lock, nullptr);  // another thread may have been between the two lines that it guards
+  memset(bins.count, 0, sizeof bins.count);
 }
 
 struct Output {  // the tensor handed to MLX and the numbers its pointers point to
@@ -296,10 +299,10 @@ void metile_configure(int threads, int64_t spin_ns) {
 
 int metile_threads() { return pool.threads; }
 
-// Run a kernel. `inputs` are objects with the buffer protocol (MLX arrays are evaluated by it); `capsules`
-// receives one DLPack capsule an output. Returns 0, or 1 + the index of an input that gave no buffer (a Python
+// Run a kernel. `inputs` are objects with the buffer protocol (MLX arrays are evaluated by it); `capsules`,
+// a list, receives one DLPack capsule an output. Returns 0, or 1 + the index of an input that gave no buffer (a Python
 // error is then set), or kLayout + the index of one that does not fold to a matrix, or -1 when memory ran out.
-int metile_launch(const Launch* launch, void** inputs, void** capsules) {
+int metile_launch(const Launch* launch, void** inputs, void* capsules) {
   PyBuffer views[kMaxArrays];
   Array arrays[kMaxArrays];
   const int count = static_cast<int>(launch->input_count);
@@ -346,7 +349,7 @@ int metile_launch(const Launch* launch, void** inputs, void** capsules) {
   for (int i = 0; i < held; ++i) PyBuffer_Release(&views[i]);
   for (int i = 0; i < launch->output_count && outputs[i]; ++i) {
     if (status == 0)
-      capsules[i] = PyCapsule_New(&outputs[i]->tensor, "dltensor", delete_capsule);
+      PyList_SetItem(capsules, i, PyCapsule_New(&outputs[i]->tensor, "dltensor", delete_capsule));
     else
       delete_output(&outputs[i]->tensor);
   }

@@ -1,1 +1,1 @@
-"""The machines a kernel can run on: source assembly, compilation, launch and device limits, a module a target."""
+"""The machines a kernel can run on: source assembly, compilation, launch, device limits."""

@@ -1,7 +1,7 @@
 """The compiler of the CPU target, and its cache of shared libraries on disk.
 
-Either the clang that the PyPI package ``ziglang`` ships, which brings its own linker, or a clang on PATH. Libraries
-are kept by a digest of everything that went into them, so a file in the cache is never stale.
+Either the clang that the PyPI package ``ziglang`` ships, which brings its own linker, or a clang on PATH.
+Libraries are kept by a digest of everything that went into them, so a file in the cache is never stale.
 """
 
 from __future__ import annotations

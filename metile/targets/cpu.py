@@ -1,4 +1,4 @@
-"""The CPU target: kernels compiled by clang to shared libraries, called on the memory of evaluated MLX arrays."""
+"""The CPU target: kernels compiled by clang to shared libraries, called on the memory of MLX arrays."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from metile.targets.compiler import CompileError, compile_library, sources_diges
 from metile.targets.isa import Isa, current_isa, supported_isas
 
 _SPIN_NANOSECONDS = 200_000  # a worker waits this long for the next launch before it sleeps
+_MAX_DIMS = 8
 _LAYOUT = 1000  # status of metile_launch for an input that does not fold to a matrix, plus its index
 _CACHE_BYTES = 2 << 20  # of threadgroup memory: what stays in a core's second-level cache
 _DLPACK_TYPES = {mx.float32: (2, 32), mx.float16: (2, 16), mx.bfloat16: (4, 16), mx.uint32: (1, 32)}
@@ -28,7 +29,7 @@ _DLPACK_TYPES = {mx.float32: (2, 32), mx.float16: (2, 16), mx.bfloat16: (4, 16),
 class _OutputSpec(ctypes.Structure):
     _fields_ = (
         ("ndim", ctypes.c_int64),
-        ("shape", ctypes.c_int64 * 8),
+        ("shape", ctypes.c_int64 * _MAX_DIMS),
         ("code", ctypes.c_int32),
         ("bits", ctypes.c_int32),
     )
@@ -100,7 +101,8 @@ extern "C" long metile_scratch(const long* numbers) {{
   {silence}
   return {source.scratch};
 }}
-extern "C" void metile_entry(const metile::Array* arrays, const long* numbers, uint index, metile::Scratch* scratch) {{
+extern "C" void metile_entry(
+    const metile::Array* arrays, const long* numbers, uint index, metile::Scratch* scratch) {{
 {arrays}
 {numbers}
   {silence}
@@ -123,8 +125,7 @@ class CpuKernel:
         self._scratch.argtypes = (ctypes.c_void_p,)
         self._host = _host()
         self._run = self._host.metile_launch
-        self._inputs = ctypes.py_object * len(source.inputs)
-        self._capsules = ctypes.py_object * len(source.outputs)
+        self._inputs: Any = ctypes.py_object * len(source.inputs)
         self._launches: dict[tuple[object, ...], _Launch] = {}
 
     def __call__(
@@ -141,16 +142,24 @@ class CpuKernel:
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = self._describe(outputs, groups, numbers, poison)
+        if len(inputs) != len(self.source.inputs):
+            raise mismatch(self.source.name, f"inputs {self.source.inputs}", f"{len(inputs)} arrays")
         held = self._inputs(*inputs)
-        capsules = self._capsules()
-        status = self._run(ctypes.addressof(launch), ctypes.addressof(held), ctypes.addressof(capsules))
+        capsules: list[object] = [None] * len(outputs)
+        status = self._run(ctypes.addressof(launch), ctypes.addressof(held), id(capsules))
         if status >= _LAYOUT:
             copies = list(inputs)
-            copies[status - _LAYOUT] = mx.contiguous(copies[status - _LAYOUT])
+            copies[status - _LAYOUT] = self._contiguous(status - _LAYOUT, copies[status - _LAYOUT])
             return self(copies, outputs, groups=groups, numbers=numbers, poison=poison)
         if status < 0:
             raise MemoryError(f"[{self.source.name}] expected memory for the outputs but got none")
         return [mx.from_dlpack(_Capsule(capsule)) for capsule in capsules]
+
+    def _contiguous(self, index: int, array: mx.array) -> mx.array:
+        if array.ndim > _MAX_DIMS:
+            expected = f"{self.source.inputs[index]} of at most {_MAX_DIMS} axes"
+            raise mismatch(self.source.name, expected, f"shape {array.shape}")
+        return mx.contiguous(array)
 
     def _describe(
         self, outputs: Sequence[Output], groups: int, numbers: Sequence[int], poison: bool
@@ -158,6 +167,9 @@ class CpuKernel:
         source = self.source
         if len(numbers) != len(source.numbers):
             raise mismatch(source.name, f"numbers {source.numbers}", tuple(numbers))
+        if len(outputs) != len(source.outputs) or any(len(output.shape) > _MAX_DIMS for output in outputs):
+            expected = f"outputs {source.outputs} of at most {_MAX_DIMS} axes"
+            raise mismatch(source.name, expected, [output.shape for output in outputs])
         launch = _Launch()
         launch.entry = ctypes.cast(self._library.metile_entry, ctypes.c_void_p).value
         launch.groups = groups
@@ -166,7 +178,7 @@ class CpuKernel:
         launch.poison = int(poison)
         launch.input_count, launch.output_count = len(source.inputs), len(outputs)
         launch.strided_inputs = sum(1 << i for i, name in enumerate(source.inputs) if name in source.strided)
-        for spec, output in zip(launch.outputs, outputs, strict=False):
+        for spec, output in zip(launch.outputs[: len(outputs)], outputs, strict=True):
             spec.ndim = len(output.shape)
             spec.shape[: spec.ndim] = list(output.shape)
             spec.code, spec.bits = _DLPACK_TYPES[output.dtype]

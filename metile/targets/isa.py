@@ -24,7 +24,7 @@ class Isa:
         macro: what the header tests, ``METILE_ISA_<macro>``.
         lanes: fp32 elements of a vector register.
         registers: vector registers, which bound the register tile.
-        flags: compiler flags; ``{sep}`` in an architecture level stands for the separator that the compiler wants.
+        flags: compiler flags; ``{sep}`` in an architecture level stands for the compiler's separator.
         features: CPU flags, as the kernel names them, that must all be present.
     """
 
