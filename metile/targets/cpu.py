@@ -214,10 +214,8 @@ class CpuTarget:
         kernel = self._kernels.get(identity)
         if kernel is None:
             text = _translation_unit(source, self.isa)
-            kernel = CpuKernel(
-                source, compile_library(text, self.isa.flags, f"{source.name}-{self.isa.name}")
-            )
-            self._kernels[identity] = kernel
+            library = compile_library(text, self.isa.flags, f"{source.name}-{self.isa.name}")
+            kernel = self._kernels.setdefault(identity, CpuKernel(source, library))
         return kernel
 
     def compile_all(self, sources: Sequence[KernelSource]) -> list[Kernel | CompileError]:
