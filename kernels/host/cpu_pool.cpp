@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 
 extern "C" {
@@ -94,11 +95,20 @@ void relax() {
 #endif
 }
 
+constexpr int64_t kHugePage = 2 << 20;
+#if defined(__linux__)
+constexpr int kAdviseHuge = 14, kAdviseCollapse = 25;  // MADV_HUGEPAGE; MADV_COLLAPSE, Linux 6.1
+#endif
+
 void reserve(Scratch& scratch, int64_t bytes) {
   if (scratch.bytes >= bytes) return;
   free(scratch.memory);
   scratch.memory = nullptr;
-  if (posix_memalign(reinterpret_cast<void**>(&scratch.memory), 4096, bytes) != 0) abort();
+  bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  if (posix_memalign(reinterpret_cast<void**>(&scratch.memory), kHugePage, bytes) != 0) abort();
+#if defined(__linux__)
+  madvise(scratch.memory, bytes, kAdviseHuge);  // a hint: nothing is lost where it is refused
+#endif
   scratch.bytes = bytes;
   memset(scratch.tag, 0, sizeof scratch.tag);
 }
@@ -298,6 +308,24 @@ void metile_configure(int threads, int64_t spin_ns) {
 }
 
 int metile_threads() { return pool.threads; }
+
+// Ask for huge pages under the memory of an array that will be streamed often; it stays where it is. Returns
+// the bytes that the range covers when the system agreed, else 0.
+int64_t metile_huge_pages(void* object) {
+  PyBuffer view;
+  if (PyObject_GetBuffer(object, &view, kStrides) != 0) return -1;
+  int64_t bytes = view.itemsize;
+  for (int d = 0; d < view.ndim; ++d) bytes *= view.shape[d];
+  const uintptr_t first = reinterpret_cast<uintptr_t>(view.data) / kHugePage * kHugePage;
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(view.data) + bytes + kHugePage - 1) / kHugePage * kHugePage;
+  PyBuffer_Release(&view);
+  int64_t agreed = 0;
+#if defined(__linux__)
+  for (uintptr_t page = first; page < last; page += kHugePage)
+    if (madvise(reinterpret_cast<void*>(page), kHugePage, kAdviseCollapse) == 0) agreed += kHugePage;
+#endif
+  return agreed;
+}
 
 // Run a kernel. `inputs` are objects with the buffer protocol (MLX arrays are evaluated by it); `capsules`,
 // a list, receives one DLPack capsule an output. Returns 0, or 1 + the index of an input that gave no buffer (a Python

