@@ -117,7 +117,7 @@ def compile_library(text: str, isa_flags: tuple[str, ...], name: str) -> Path:
         The library's path.
 
     Raises:
-        CompileError: the compiler rejects the text.
+        CompileError: the compiler rejects the text, or the cache cannot be written.
     """
     compiler = find_compiler()
     flags = compiler.flags(isa_flags)
@@ -125,7 +125,10 @@ def compile_library(text: str, isa_flags: tuple[str, ...], name: str) -> Path:
     digest = hashlib.sha256(parts.encode()).hexdigest()[:24]
     library = cache_root() / "kernels" / f"{name}-{digest}.so"
     if not library.is_file():
-        _build(compiler, flags, text, library)
+        try:
+            _build(compiler, flags, text, library)
+        except OSError as error:
+            raise CompileError(f"[compile] expected a cache that can be written but got {error}") from error
     return library
 
 
