@@ -218,5 +218,5 @@ def test_a_changed_source_file_compiles_anew(
 
 def test_a_cache_that_cannot_be_written_rejects_the_candidate(fresh_cache: Path) -> None:
     fresh_cache.touch()  # a file where the folder should be
-    with pytest.raises(CompileError, match="expected a cache that can be written but got .*kernels"):
+    with pytest.raises(CompileError, match=r"expected a cache that can be written but got .*kernels"):
         compile_library(ANSWER, (), "unwritable")
