@@ -32,7 +32,7 @@ COMPILE_SHARE = 0.4  # of the budget; what is not compiled by then is not tried
 COMPILED_AT_ONCE = 8
 NEIGHBOUR_WEIGHT = 0.25  # a neighbour's part of the budget, beside a full search's
 NEIGHBOUR_CANDIDATES = 3  # tried for each decision nearby
-COMPILE_SECONDS = 0.05  # a kernel, as `estimate` reckons
+COMPILE_SECONDS = 0.08  # a kernel, as `estimate` reckons
 TRIAL_SECONDS = 2.0  # the rest of a key
 _BUCKET_FIELDS = ("rows", "tokens")  # of keys: what differs between the buckets of one operation
 
