@@ -44,12 +44,13 @@ inline void linear_matrix(Matrix<const device T> x, thread const Matrix<const de
   const long m0 = block.m * BM, n0 = block.n * BN;
   Stage<T, BM> staged;
   Sums sums(group, 0);
-  for (long k = 0; k < x.columns; k += outer_k) {
-    const long depth = min_of(outer_k, x.columns - k);
-    staged.load(group, Sums::bytes, x, m0, k, depth);
-    sums.multiply_accumulate(staged, w, n0, k, depth, k == 0);
+  long k = 0;
+  for (; k + outer_k < x.columns; k += outer_k) {
+    staged.load(group, Sums::bytes, x, m0, k, outer_k);
+    sums.multiply_accumulate(staged, w, n0, k, outer_k, k == 0);
   }
-  sums.store(y, m0, n0, epilogue);
+  staged.load(group, Sums::bytes, x, m0, k, x.columns - k);
+  sums.store(staged, w, y, m0, n0, k, k == 0, epilogue);
 }
 
 template <typename T, typename Epilogue, int ROWS, int BN, int WN, int KU>

@@ -152,11 +152,8 @@ class AttentionKey:
         """Return q, k, v ~ N(0, 1); k and v are slices of a longer cache, as in use."""
         keys = mx.random.split(mx.random.key(seed), 3)
         context = max(rows, self.tokens * 3 // 4)
-        shapes = (
-            (self.query_heads, rows),
-            (self.key_value_heads, self.tokens),
-            (self.key_value_heads, self.tokens),
-        )
+        cached = self.key_value_heads, max(context, self.tokens)
+        shapes = ((self.query_heads, rows), cached, cached)
         q, k, v = (
             mx.random.normal((self.batch, heads, length, self.dimension), key=key).astype(DTYPES[self.dtype])
             for (heads, length), key in zip(shapes, keys, strict=True)

@@ -3,10 +3,9 @@
 
 namespace metile {
 
-// Epilogue and store of one row's fragment: `values` of the P operands, at (m, n), `count` columns inside the matrix.
+// Epilogue and store of the first `count` columns of one row's fragment at (m, n): `values` of the P operands.
 template <typename T, typename E, int P>
-inline void finish(const E& epilogue, Matrix<T> y, const vfloat (&values)[P], long m, long n) {
-  const long count = y.columns - n;
+inline void finish(const E& epilogue, Matrix<T> y, const vfloat (&values)[P], long m, long n, long count) {
   if (count > 0) store(y.row(m) + n, epilogue.apply(values, m, n, count), count);
 }
 
@@ -30,24 +29,37 @@ struct Accumulator {
       for (long m = 0; m < BM; m += tile_m) tile(x, w, m, n0, n, k0, depth, first);
   }
 
+  // The last slice and the epilogue, a simdgroup at a time: its sums are still in the nearest cache.
   template <typename E>
-  void store(Matrix<T> y, long m0, long n0, const E& epilogue) const {
-    for (long n = 0; n < BN && n0 + n < y.columns; n += metile::lanes)
-      for (long m = 0; m < BM && m0 + m < y.rows; m += metile::lanes) {
-        vfloat squares[P][metile::lanes];
-        for (int p = 0; p < P; ++p) {
-          for (int i = 0; i < metile::lanes; ++i) squares[p][i] = metile::load(at(p, n + i, m));
-          metile::transpose(squares[p]);
-        }
-        for (int i = 0; i < metile::lanes && m0 + m + i < y.rows; ++i) {
-          vfloat values[P];
-          for (int p = 0; p < P; ++p) values[p] = squares[p][i];
-          metile::finish(epilogue, y, values, m0 + m + i, n0 + n);
-        }
+  void store(const Stage<T, BM>& x, const Matrix<const T> (&w)[P], Matrix<T> y, long m0, long n0, long k0, bool first,
+             const E& epilogue) {
+    for (long n = 0; n < BN && n0 + n < y.columns; n += tile_n)
+      for (long m = 0; m < BM && m0 + m < y.rows; m += tile_m) {
+        tile(x, w, m, n0, n, k0, w[0].columns - k0, first);
+        store_tile(y, m0, n0, m, n, epilogue);
       }
   }
 
  private:
+  template <typename E>
+  void store_tile(Matrix<T> y, long m0, long n0, long m, long n, const E& epilogue) const {
+    for (long i = m; i < m + tile_m; i += metile::lanes)
+      for (long j = n; j < n + tile_n; j += metile::lanes) {
+        vfloat squares[P][metile::lanes];
+        for (int p = 0; p < P; ++p) {
+          for (int r = 0; r < metile::lanes; ++r)
+            squares[p][r] = j + r < n + tile_n ? metile::load(at(p, j + r, i)) : vfloat(0);
+          metile::transpose(squares[p]);
+        }
+        const long columns = min_of(n + tile_n - j, y.columns - n0 - j);
+        for (int r = 0; r < metile::lanes && m0 + i + r < y.rows; ++r) {
+          vfloat values[P];
+          for (int p = 0; p < P; ++p) values[p] = squares[p][r];
+          metile::finish(epilogue, y, values, m0 + i + r, n0 + j, columns);
+        }
+      }
+  }
+
   float* at(int p, long n, long m) const { return memory + (p * BN + n) * BM + m; }
 
 #if METILE_ISA_AMX

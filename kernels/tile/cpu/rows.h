@@ -81,7 +81,7 @@ struct RowAccumulator {
       for (long n = 0; n < BN; n += metile::lanes) {
         vfloat values[P];
         for (int p = 0; p < P; ++p) values[p] = metile::load(memory + (p * ROWS + m) * BN + n);
-        metile::finish(epilogue, y, values, m0 + m, n0 + n);
+        metile::finish(epilogue, y, values, m0 + m, n0 + n, y.columns - n0 - n);
       }
   }
 
