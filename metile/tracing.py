@@ -1,0 +1,65 @@
+"""Telling an ordinary array from one that a transformation is tracing (mx.compile, grad, vmap, jvp).
+
+A kernel that reads memory must never see a traced array: it has none. MLX does not say which arrays those
+are, but it runs a compiled function anew, in Python, whenever an argument is traced; an ordinary one finds
+the trace of an earlier call. Whether the function below was run tells one from the other, in 0.6 microseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import mlx.core as mx
+
+
+class _Runs(threading.local):
+    """How often the probe ran in Python, on this thread."""
+
+    count = 0
+
+
+_runs = _Runs()
+_toggling = threading.Lock()  # compilation is enabled and disabled for the whole process
+
+
+def _identity(x: mx.array) -> mx.array:
+    _runs.count += 1
+    return x
+
+
+_probe = mx.compile(_identity, shapeless=True)
+
+
+def is_traced(x: mx.array) -> bool:
+    """Return whether a transformation is tracing `x`. Never evaluates it."""
+    before = _runs.count
+    _probe(x)
+    if _runs.count == before:
+        return False
+    return _runs_again(x) and (compiling() or _traced_with_compilation(x))
+
+
+def compiling() -> bool:
+    """Return whether mx.compile compiles: not after `mx.disable_compile` nor with MLX_DISABLE_COMPILE set."""
+    ordinary = mx.array(0.0)
+    _probe(ordinary)
+    return not _runs_again(ordinary)
+
+
+def _runs_again(x: mx.array) -> bool:
+    """Return whether the probe runs in Python for an argument of a kind it has just met."""
+    before = _runs.count
+    _probe(x)
+    return _runs.count != before
+
+
+def _traced_with_compilation(x: mx.array) -> bool:
+    with _toggling:
+        if compiling():  # meanwhile another thread enabled it
+            return _runs_again(x)
+        mx.enable_compile()
+        try:
+            _probe(x)
+            return _runs_again(x)
+        finally:
+            mx.disable_compile()
