@@ -1,0 +1,60 @@
+"""What a user calls."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Literal, get_args
+
+import mlx.nn as nn
+
+from metile.dispatch import Plan
+from metile.errors import MetileError, mismatch, wrong_type
+from metile.handle import Handle
+from metile.patch import apply
+from metile.targets import choose_target
+
+Tune = Literal["cached", "quick", "never"]
+
+
+def patch(model: nn.Module, *, plan: Plan | None = None, tune: Tune = "cached") -> Handle:
+    """Let a model run metile's kernels where they beat plain MLX.
+
+    Args:
+        model: an mlx-lm model, or any tree of MLX modules; changed in place.
+        plan: what to apply; without one, `tune` says where it comes from.
+        tune: ``cached``, the plan that an earlier tuning of this model left, if any; ``quick``, one decided
+            now, in seconds; ``never``, none.
+
+    Returns:
+        A handle: false when nothing was changed, and then it says why. ``handle.restore()``, or leaving a
+        ``with`` block, brings back the model as it was.
+
+    Raises:
+        MetileTypeError: `model` is not a module, or `plan` not a plan.
+        MetileError: `tune` is none of the choices, or the plan is of another target.
+    """
+    if not isinstance(model, nn.Module):
+        raise wrong_type("patch", "a model, an mlx.nn.Module,", type(model).__name__)
+    if plan is not None and not isinstance(plan, Plan):
+        raise wrong_type("patch", "a metile.Plan or None", type(plan).__name__)
+    if tune not in get_args(Tune):
+        raise mismatch("patch", f"tune to be one of {', '.join(get_args(Tune))}", repr(tune))
+    if plan is None:
+        plan, reason = _tuned(model, tune)
+        if plan is None:
+            return Handle(Plan("", frozenset(), {}), reason=reason)
+    return apply(model, plan, choose_target(plan.target))
+
+
+def _tuned(model: nn.Module, tune: Tune) -> tuple[Plan | None, str]:
+    """Return the plan that `tune` asks for, or None and why there is none."""
+    if tune == "never":
+        return None, "no plan was given, and none was asked for"
+    source = getattr(importlib.import_module("metile.plans"), f"{tune}_plan", None)
+    if source is None:
+        return None, f"there is no way yet to a {tune} plan"
+    try:
+        target = choose_target()
+    except MetileError as error:
+        return None, str(error)
+    return source(model, target), f"there is no {tune} plan for this model; python -m metile.tune makes one"

@@ -1,0 +1,87 @@
+"""Putting a plan's kernels into one model.
+
+Only instances are changed, never a class that another model uses: see `metile.instances` for how,
+`metile.patched` for what a patched module does, and `metile.handle` for what is handed back.
+"""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+
+from metile.dispatch import FEATURES, Plan
+from metile.errors import mismatch, wrong_type
+from metile.handle import Handle, current, lock, remember
+from metile.models import Declined, Found, Site, find, key_at
+from metile.ops.base import ROW_BUCKETS, OpKey
+from metile.patched import Runtime, State
+from metile.targets.base import Target
+
+
+def apply(model: nn.Module, plan: Plan, target: Target, *, found: Found | None = None) -> Handle:
+    """Let the modules of `model` run the kernels of `plan`.
+
+    Applying a plan twice is applying it once: the same handle comes back. Another plan takes the place of the
+    first.
+
+    Args:
+        model: the model, changed in place.
+        plan: the features and the candidates.
+        target: what the plan was decided on.
+        found: what `metile.models.find` gives for the model, where that is at hand.
+
+    Raises:
+        MetileError: the plan is of another target.
+        MetileTypeError: `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise wrong_type("patch", "a model, an mlx.nn.Module,", type(model).__name__)
+    if plan.target != target.name:
+        raise mismatch("patch", f"a plan for the target {target.name}", f"one for {plan.target}")
+    with lock:
+        before = current(model)
+        if before is not None:
+            if before.stands_for(plan, target):
+                before.enable()
+                return before
+            before.restore()
+        handle = _patch(plan, target, found or find(model))
+        if handle:
+            remember(model, handle)
+        return handle
+
+
+def _patch(plan: Plan, target: Target, found: Found) -> Handle:
+    runtime = Runtime(plan, target)
+    states, declined = [], list(found.declined)
+    faults: dict[OpKey, str | None] = {}
+    for site in found.sites:
+        if site.feature not in plan.features:
+            continue
+        reason = _undecided(site, plan, faults)
+        if reason is None:
+            states.append(State(site, runtime))
+        else:
+            declined.append(Declined(site.path, reason))
+    return Handle(plan, states=states, runtime=runtime, declined=declined, reason=_nothing(plan, found))
+
+
+def _undecided(site: Site, plan: Plan, known: dict[OpKey, str | None]) -> str | None:
+    """Return why no kernel runs a site at any number of rows, or None; `known` keeps what was found."""
+    for op in site.ops.values():
+        if op not in known:
+            keys = [key for key in (key_at(op, rows) for rows in ROW_BUCKETS) if key in plan.choices]
+            chosen = [plan.choices[key] for key in keys if key is not None]
+            decided = "plain MLX was decided for it" if chosen else "nothing was decided for it"
+            known[op] = None if any(item is not None for item in chosen) else decided
+    reasons = [known[op] for op in site.ops.values()]
+    return None if None in reasons else reasons[0]
+
+
+def _nothing(plan: Plan, found: Found) -> str:
+    """Return what to say where nothing is changed."""
+    if not plan.features:
+        return "the plan is plain MLX"
+    if not any(site.feature in plan.features for site in found.sites):
+        names = ", ".join(name for name in FEATURES if name in plan.features)
+        return f"the model has nothing that is of the plan's features ({names})"
+    return "the plan has no kernel for any of the model's modules"

@@ -1,0 +1,260 @@
+"""What a patched module does when it is called: a kernel where one was decided, plain MLX otherwise.
+
+This runs once a layer and token, so what can be known beforehand is: a call compares what it meets with that,
+finds its kernels by the number of rows, and launches.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from metile.dispatch import Plan
+from metile.instances import STATE, patched_class, plain_class, swap
+from metile.models import Declined, Site, key_at
+from metile.ops.base import OpKey
+from metile.targets.base import Kernel, Target
+from metile.tracing import is_traced
+
+# Targets whose kernels run when they are called; those of the others are nodes of MLX's graph.
+EAGER_TARGETS = frozenset({"cpu"})
+
+
+class Entry:
+    """A kernel ready to run one key, and how often it did."""
+
+    __slots__ = ("candidate", "engaged", "kernel", "key")
+
+    def __init__(self, key: OpKey, candidate: Any, kernel: Kernel) -> None:
+        self.key, self.candidate, self.kernel, self.engaged = key, candidate, kernel, 0
+
+    def run(self, inputs: Sequence[mx.array]) -> mx.array:
+        """Launch on `inputs` and return the last output."""
+        output = self.key.launch(self.kernel, self.candidate, inputs)[-1]
+        self.engaged += 1
+        return output
+
+
+def pick(plan: Plan, op: OpKey, rows: int) -> tuple[OpKey, Any] | str:
+    """Return the key and the candidate that run `op` on `rows` rows, or why plain MLX does.
+
+    A decision holds for its own bucket only.
+    """
+    key = key_at(op, rows)
+    if key is None or key not in plan.choices:
+        return "nothing was decided for so many rows"
+    candidate = plan.choices[key]
+    return "plain MLX was decided for so many rows" if candidate is None else (key, candidate)
+
+
+class Runtime:
+    """What the patched modules of one model share: the plan, its kernels and the counters.
+
+    Attributes:
+        entries: the kernels met so far, by feature and key.
+        passed: calls left to plain MLX, by feature and reason.
+        failed: modules whose kernel raised, which are plain since.
+    """
+
+    def __init__(self, plan: Plan, target: Target) -> None:
+        self.plan, self.target = plan, target
+        self.entries: dict[tuple[str, OpKey], Entry] = {}
+        self.passed: Counter[tuple[str, str]] = Counter()
+        self.failed: list[Declined] = []
+
+    def entry(self, feature: str, op: OpKey, rows: int) -> Entry | str:
+        """Return the kernel of `op` for `rows` rows, compiled, or why plain MLX runs it."""
+        picked = pick(self.plan, op, rows)
+        if isinstance(picked, str):
+            return picked
+        place = feature, picked[0]
+        if place not in self.entries:
+            self.entries[place] = Entry(*picked, self.target.compile(picked[0].source(picked[1])))
+        return self.entries[place]
+
+
+class Part:
+    """A module that holds weights of a patched one (itself or a child), as it was when patched.
+
+    Weights are told by identity, and held weakly: a layer quantized or fused meanwhile frees its old ones.
+    """
+
+    __slots__ = ("bias", "cls", "fields", "name", "weight")
+
+    def __init__(self, name: str, holder: nn.Module) -> None:
+        self.name, self.cls, self.fields = name, plain_class(holder), len(holder)
+        self.weight = weakref.ref(holder["weight"])
+        self.bias = weakref.ref(holder["bias"]) if "bias" in holder else None
+
+    def unchanged(self, holder: nn.Module) -> bool:
+        """Return whether `holder` has the class and the very weights of before."""
+        weight = holder.get("weight")
+        return (
+            weight is not None
+            and weight is self.weight()
+            and (self.bias is None or holder.get("bias") is self.bias())
+            and len(holder) == self.fields
+            and (type(holder) is self.cls or plain_class(holder) is self.cls)
+        )
+
+
+class State:
+    """What one patched module knows of itself.
+
+    Attributes:
+        path: the module's path in the model.
+        module: the module, weakly.
+        cls: its class while patched.
+        plain: the method that the patch replaces.
+        entries: by number of rows, what runs each of its ops, or why nothing of it is a kernel's.
+    """
+
+    __slots__ = (
+        "cls",
+        "dtype",
+        "entries",
+        "failed",
+        "feature",
+        "fixed",
+        "module",
+        "one_position",
+        "ops",
+        "parts",
+        "path",
+        "plain",
+        "runtime",
+        "width",
+    )
+
+    def __init__(self, site: Site, runtime: Runtime) -> None:
+        patch = PATCHES[site.kind]
+        plain = plain_class(site.module)
+        self.path, self.feature, self.runtime = site.path, site.feature, runtime
+        self.module = weakref.ref(site.module)
+        self.cls = patched_class(plain, site.kind, {patch.method: _method(patch)})
+        self.plain: Callable[..., Any] = getattr(plain, patch.method)
+        self.ops, self.fixed = tuple(site.ops.values()), tuple(site.fixed.items())
+        holders = [(name, site.module[name]) for name in site.parts.values()] or [("", site.module)]
+        self.parts = tuple(Part(name, holder) for name, holder in holders)
+        first = holders[0][1]["weight"]
+        self.dtype, self.width = first.dtype, first.shape[-1]
+        # The logits of a prompt are never read; computing them at once is work that plain MLX leaves undone.
+        self.one_position = bool(site.most_rows) and runtime.target.name in EAGER_TARGETS
+        self.entries: dict[int, tuple[Entry | str, ...] | str] = {}
+        self.failed = False
+
+    def changed(self, module: nn.Module) -> str | None:
+        """Return what is not as it was when `module` was patched, or None."""
+        for part in self.parts:
+            if not part.unchanged(module[part.name] if part.name else module):
+                return "its weights were replaced"
+        for name, value in self.fixed:
+            if vars(module).get(name) != value:
+                return f"its {name} was changed"
+        return None
+
+    def ready(self, module: nn.Module, x: Any) -> tuple[Entry | str, ...] | None:
+        """Return what runs each op of a call on `x`, or None for plain MLX, with the reason counted."""
+        training = vars(module).get("_training", False)
+        reason = "the module is in training mode" if training else self.changed(module) or self._unfit(x)
+        if reason is None:
+            rows = x.size // self.width
+            entries = self.entries.get(rows)
+            if entries is None:
+                entries = self.entries[rows] = self._resolve(rows)
+            if isinstance(entries, str):
+                reason = entries
+            elif is_traced(x):
+                reason = "a transformation traces its input"
+            else:
+                return entries
+        self.runtime.passed[self.feature, reason] += 1
+        return None
+
+    def fail(self, module: nn.Module, error: Exception) -> None:
+        """Leave the module to plain MLX from now on."""
+        lines = str(error).splitlines() or [""]
+        self.failed = True
+        swap(module, plain_class(module))
+        self.runtime.failed.append(Declined(self.path, f"a kernel raised {type(error).__name__}: {lines[0]}"))
+        self.runtime.passed[self.feature, "a kernel raised"] += 1
+
+    def _unfit(self, x: Any) -> str | None:
+        if not isinstance(x, mx.array):
+            return "its input is not an array"
+        shape = x.shape
+        if not shape or shape[-1] != self.width or not x.size:
+            return "its input is empty or of another width"
+        if x.dtype != self.dtype:
+            return "its input is of another dtype"
+        if self.one_position and len(shape) > 1 and shape[-2] > 1:
+            return "logits of several positions are left for when they are read"
+        return None
+
+    def _resolve(self, rows: int) -> tuple[Entry | str, ...] | str:
+        entries = tuple(self.runtime.entry(self.feature, op, rows) for op in self.ops)
+        reasons = [entry for entry in entries if isinstance(entry, str)]
+        return reasons[0] if len(reasons) == len(entries) else entries
+
+
+@dataclass(frozen=True)
+class Patch:
+    """How a kind of site is patched.
+
+    Attributes:
+        method: the method that is replaced.
+        run: computes it on an input with the kernels that `State.ready` gave.
+    """
+
+    method: str
+    run: Callable[[State, Any, mx.array, tuple[Any, ...]], mx.array]
+
+
+def _method(patch: Patch) -> Callable[..., Any]:
+    """Return the method of a patched class."""
+    run = patch.run
+
+    def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        state: State = vars(self)[STATE]
+        if len(arguments) == 1 and not named:
+            try:
+                entries = state.ready(self, arguments[0])
+                if entries is not None:
+                    return run(state, self, arguments[0], entries)
+            except Exception as error:
+                state.fail(self, error)
+        return state.plain(self, *arguments, **named)
+
+    return call
+
+
+def _run_weighted(state: State, module: Any, x: mx.array, entries: tuple[Any, ...]) -> mx.array:
+    """Run the one kernel of a module on x, its weight, and its bias where it has one."""
+    inputs = (x, module["weight"], module["bias"]) if state.parts[0].bias else (x, module["weight"])
+    return entries[0].run(inputs)  # type: ignore[no-any-return]
+
+
+def _run_mlp(state: State, module: Any, x: mx.array, entries: tuple[Any, ...]) -> mx.array:
+    gate, up, down = (module[part.name] for part in state.parts)
+    first, second = entries
+    hidden = (
+        nn.silu(gate(x)) * up(x) if isinstance(first, str) else first.run((x, gate["weight"], up["weight"]))
+    )
+    if isinstance(second, str):
+        return down(hidden)  # type: ignore[no-any-return]
+    bias = (down["bias"],) if state.parts[2].bias else ()
+    return second.run((hidden, down["weight"], *bias))  # type: ignore[no-any-return]
+
+
+PATCHES: dict[str, Patch] = {
+    "swiglu_mlp": Patch("__call__", _run_mlp),
+    "linear": Patch("__call__", _run_weighted),
+    "vocabulary": Patch("as_linear", _run_weighted),
+    "rms_norm": Patch("__call__", _run_weighted),
+}
