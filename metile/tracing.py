@@ -2,7 +2,7 @@
 
 A kernel that reads memory must never see a traced array: it has none. MLX does not say which arrays those
 are, but it runs a compiled function anew, in Python, whenever an argument is traced; an ordinary one finds
-the trace of an earlier call. Whether the function below was run tells one from the other, in 0.6 microseconds.
+the trace of an earlier call. Whether the function below was run tells one from the other, in 0.6 us.
 """
 
 from __future__ import annotations
