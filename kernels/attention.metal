@@ -19,9 +19,9 @@ inline void attention_matrix(Heads<const device T> q, Heads<const device T> k, H
 
   const Matrix<const device T> keys[] = {k.head(batch, key_head)};
   Stage<T, BQ> staged;
-  staged.load(group, Scores::bytes + Queries::bytes, q.head(batch, head), first, 0, D);
+  staged.load(group, Scores::bytes(D) + Queries::bytes, q.head(batch, head), first, 0, D);
   Scores scores(group, 0);
-  Queries outputs(group, Scores::bytes);
+  Queries outputs(group, Scores::bytes(D));
   for (long n = 0; n < visible; n += BK) {
     scores.multiply_accumulate(staged, keys, n, 0, D, true);
     outputs.softmax(scores.memory, scale, n, k.rows, causal ? past + first : k.rows);

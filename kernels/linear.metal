@@ -46,10 +46,10 @@ inline void linear_matrix(Matrix<const device T> x, thread const Matrix<const de
   Sums sums(group, 0);
   long k = 0;
   for (; k + outer_k < x.columns; k += outer_k) {
-    staged.load(group, Sums::bytes, x, m0, k, outer_k);
+    staged.load(group, Sums::bytes(outer_k), x, m0, k, outer_k);
     sums.multiply_accumulate(staged, w, n0, k, outer_k, k == 0);
   }
-  staged.load(group, Sums::bytes, x, m0, k, x.columns - k);
+  staged.load(group, Sums::bytes(outer_k), x, m0, k, x.columns - k);
   sums.store(staged, w, y, m0, n0, k, k == 0, epilogue);
 }
 

@@ -17,6 +17,19 @@ OWN_FEATURES = ("dense_projections",)
 FEATURES = V8_FEATURES + OWN_FEATURES
 
 _CANDIDATES: dict[type, type] = {LinearKey: LinearTile, NormKey: NormTile, AttentionKey: AttentionTile}
+_KEYS: dict[str, type] = {"linear": LinearKey, "norm": NormKey, "attention": AttentionKey}
+
+
+def _choice_to_json(key: OpKey, candidate: Any | None) -> dict[str, Any]:
+    op = next(name for name, kind in _KEYS.items() if isinstance(key, kind))
+    fields: Any = key
+    return {"op": op, "key": asdict(fields), "candidate": None if candidate is None else asdict(candidate)}
+
+
+def _choice_from_json(value: Any) -> tuple[OpKey, Any | None]:
+    key = _KEYS[value["op"]](**value["key"])
+    fields = value["candidate"]
+    return key, None if fields is None else _CANDIDATES[type(key)](**fields)
 
 
 @dataclass(frozen=True)
@@ -78,3 +91,23 @@ class Plan:
     def only(self, features: Iterable[str]) -> Plan:
         """Return the same decisions with other features on."""
         return Plan(self.target, frozenset(features), self.choices)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        choices = sorted(self.choices.items(), key=lambda item: item[0].subject())
+        return {
+            "target": self.target,
+            "features": sorted(self.features),
+            "choices": [_choice_to_json(key, candidate) for key, candidate in choices],
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Plan | None:
+        """Return the plan that `to_json` wrote, or None where the value is not one."""
+        try:
+            features = frozenset(str(name) for name in value["features"])
+            if not features <= set(FEATURES):
+                return None
+            return cls(str(value["target"]), features, dict(map(_choice_from_json, value["choices"])))
+        except (KeyError, TypeError, ValueError):
+            return None

@@ -102,7 +102,7 @@ class AttentionKey:
             call, tail = f"attention_matrix<{t}, {d}, {c.block}, {c.block_keys}>", "causal, group"
             scratch = (
                 f"Accumulator<{t}, 1, {c.block}, {c.block_keys}, {c.block} / score_tile_m,"
-                f" {c.block_keys} / score_tile_n>::bytes"
+                f" {c.block_keys} / score_tile_n>::bytes({d})"
                 f" + QueryBlock<{t}, {c.block}, {c.block_keys}, {d}>::bytes + Stage<{t}, {c.block}>::bytes({d})"
             )
             name = f"attention_{self.dtype}_d{d}_{c.label()}"

@@ -129,7 +129,7 @@ class LinearKey:
             call = f"linear_matrix<{t}, {struct}, {c.block_m}, {c.block_n}, {c.wm}, {c.wn}>"
             tail = "outer_k, Schedule(schedule), group"
             scratch = (
-                f"Accumulator<{t}, {p}, {c.block_m}, {c.block_n}, {c.wm}, {c.wn}>::bytes"
+                f"Accumulator<{t}, {p}, {c.block_m}, {c.block_n}, {c.wm}, {c.wn}>::bytes(outer_k)"
                 f" + Stage<{t}, {c.block_m}>::bytes(outer_k)"
             )
         body = f"""const Matrix<const {t}> weights[] = {{{matrices}}};

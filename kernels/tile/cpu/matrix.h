@@ -9,38 +9,104 @@ inline void finish(const E& epilogue, Matrix<T> y, const vfloat (&values)[P], lo
   if (count > 0) store(y.row(m) + n, epilogue.apply(values, m, n, count), count);
 }
 
+// The weight rows of one simdgroup over a slice of k, as the multiply takes them: where they lie, or packed.
+template <typename T, int P, int TN>
+struct Weights {
+  typedef typename Unit<T>::type unit;
+  static constexpr int width = Unit<T>::width;
+  static constexpr int depth_step = width * lanes;
+  const unit* rows[P];
+  long stride;  // units from row to row
+
+  static constexpr long bytes(long depth) { return P * TN * round_up(depth, depth_step) / width * long(sizeof(unit)); }
+
+  Weights(unit* packed, const Matrix<const T> (&w)[P], long n, long k, long depth, bool) {
+    const long left = w[0].rows - n;
+    const bool in_place = sizeof(unit) == sizeof(T) * width && left >= TN && depth % width == 0 && w[0].stride % width == 0;
+    stride = in_place ? w[0].stride / width : round_up(depth, depth_step) / width;
+    for (int p = 0; p < P; ++p) {
+      rows[p] = in_place ? reinterpret_cast<const unit*>(w[p].row(n) + k) : packed + p * TN * stride;
+      if (!in_place) convert_weights<TN>(packed + p * TN * stride, stride, w[p].row(n) + k, w[p].stride, left, depth);
+    }
+  }
+};
+
+#if METILE_ISA_AMX
+// For the matrix unit: groups of 16 rows, 32 elements of k a step. Packed, a step of a group is one dense tile.
+template <int P, int TN>
+struct Weights<bfloat, P, TN> {
+  static constexpr int groups = TN / 16, G = P * groups;
+  const char* tiles[G];
+  long stride, step;  // bytes from row to row, and from step to step
+
+  static constexpr long bytes(long depth) { return G * ceil_div(depth, 32) * 1024; }
+
+  Weights(uint* packed, const Matrix<const bfloat> (&w)[P], long n, long k, long depth, bool reused) {
+    const bool in_place = !reused && n + TN <= w[0].rows && depth % 32 == 0;
+    stride = in_place ? w[0].stride * 2 : 64;
+    step = in_place ? 64 : 1024;
+    for (int g = 0; g < G; ++g) {
+      const long row = n + g % groups * 16;
+      const bfloat* from = w[g / groups].row(min_of(row, w[0].rows - 1)) + k;
+      uint* to = packed + g * ceil_div(depth, 32) * 256;
+      tiles[g] = reinterpret_cast<const char*>(in_place ? reinterpret_cast<const uint*>(from) : to);
+      if (!in_place) pack(to, from, w[0].stride, w[0].rows - row, depth);
+    }
+  }
+
+ private:
+  static void pack(uint* to, const bfloat* from, long row_stride, long rows, long depth) {
+    long k = 0;
+    if (rows >= 16)
+      for (; k + 32 <= depth; k += 32, to += 256)
+        for (int i = 0; i < 16; ++i) store((float*)to + i * 16, load_bits<vfloat>(from + i * row_stride + k));
+    for (; k < depth; k += 32, to += 256) convert_weights<16>(to, 16, from + k, row_stride, rows, min_of(32, depth - k));
+  }
+};
+#endif
+
 }  // namespace metile
 
-// WM x WN simdgroups of BM/WM x BN/WN elements each. Weights that must be converted are, 256 deep.
+// WM x WN simdgroups of BM/WM x BN/WN elements each.
 template <typename T, int P, int BM, int BN, int WM, int WN>
 struct Accumulator {
   static constexpr int tile_m = BM / WM, tile_n = BN / WN;
   static constexpr int panels = tile_m / metile::lanes;
-  static constexpr long convert_depth = 256;
   static constexpr long block_bytes = long(P) * BN * BM * 4;
-  static constexpr long bytes = block_bytes + P * tile_n * convert_depth * 4;
+  typedef metile::Weights<T, P, tile_n> Weights;
+  typedef typename metile::Unit<T>::type unit;
   float* memory;  // [P][BN][BM], the block transposed
+
+  static constexpr long bytes(long depth) { return round_up(block_bytes + Weights::bytes(depth), 64); }
 
   explicit Accumulator(const Group& group, long offset) : memory(group.memory<float>(offset)) {}
 
   // += x[:, k0 : k0+depth] . w[n0 : n0+BN, k0 : k0+depth]^T, or = where this is the first slice of k.
   void multiply_accumulate(const Stage<T, BM>& x, const Matrix<const T> (&w)[P], long n0, long k0, long depth, bool first) {
-    for (long n = 0; n < BN && n0 + n < w[0].rows; n += tile_n)
-      for (long m = 0; m < BM; m += tile_m) tile(x, w, m, n0, n, k0, depth, first);
+    for (long n = 0; n < BN && n0 + n < w[0].rows; n += tile_n) {
+      const Weights weights(packed(), w, n0 + n, k0, depth, WM > 1);
+      for (long m = 0; m < BM; m += tile_m) tile(x, weights, m, n, depth, first);
+    }
   }
 
   // The last slice and the epilogue, a simdgroup at a time: its sums are still in the nearest cache.
   template <typename E>
   void store(const Stage<T, BM>& x, const Matrix<const T> (&w)[P], Matrix<T> y, long m0, long n0, long k0, bool first,
              const E& epilogue) {
-    for (long n = 0; n < BN && n0 + n < y.columns; n += tile_n)
+    const long depth = w[0].columns - k0;
+    for (long n = 0; n < BN && n0 + n < y.columns; n += tile_n) {
+      const Weights weights(packed(), w, n0 + n, k0, depth, WM > 1);
       for (long m = 0; m < BM && m0 + m < y.rows; m += tile_m) {
-        tile(x, w, m, n0, n, k0, w[0].columns - k0, first);
+        tile(x, weights, m, n, depth, first);
         store_tile(y, m0, n0, m, n, epilogue);
       }
+    }
   }
 
  private:
+  float* at(int p, long n, long m) const { return memory + (p * BN + n) * BM + m; }
+  unit* packed() const { return reinterpret_cast<unit*>(memory + block_bytes / 4); }
+
   template <typename E>
   void store_tile(Matrix<T> y, long m0, long n0, long m, long n, const E& epilogue) const {
     for (long i = m; i < m + tile_m; i += metile::lanes)
@@ -60,76 +126,31 @@ struct Accumulator {
       }
   }
 
-  float* at(int p, long n, long m) const { return memory + (p * BN + n) * BM + m; }
-
 #if METILE_ISA_AMX
-  void tile(const Stage<bfloat, BM>& x, const Matrix<const bfloat> (&w)[P], long m, long n0, long n, long k0, long depth, bool first) {
-    constexpr int groups = tile_n / 16, G = P * groups;
+  void tile(const Stage<bfloat, BM>& x, const metile::Weights<bfloat, P, tile_n>& w, long m, long n, long depth, bool first) const {
+    constexpr int G = Weights::G;
     typedef metile::TileAccumulator<G, panels> Tiles;
-    const bfloat* weights[G];
     float* to[G];
-    const long stride = w[0].stride * 2;
-    bool whole = true;
-    for (int g = 0; g < G; ++g) {
-      const long row = n + g % groups * 16;
-      to[g] = at(g / groups, row, m);
-      whole = whole && n0 + row + 16 <= w[0].rows;
-      weights[g] = w[g / groups].row(min_of(n0 + row, w[0].rows - 1)) + k0;
-    }
+    for (int g = 0; g < G; ++g) to[g] = at(g / Weights::groups, n + g % Weights::groups * 16, m);
     const uint* panel = x.panel(m / 16);
-    const long panel_stride = x.units * 16;
     first ? Tiles::clear() : Tiles::load(to, BM);
-    long k = 0;
-    // While the last panels are multiplied, the weights of the next simdgroup come into the cache.
-    const bool ahead = m + tile_m == BM && n0 + n + 2 * tile_n <= w[0].rows;
-    for (; whole && k + 32 <= depth; k += 32) {
+    for (long s = 0; s < ceil_div(depth, 32); ++s) {
       const void* rows[G];
-      if (ahead)
-        for (int g = 0; g < G; ++g)
-          for (int i = 0; i < 16; ++i)
-            __builtin_prefetch(weights[g] + (tile_n + i) * w[0].stride + k, 0, 2);
-      for (int g = 0; g < G; ++g) rows[g] = weights[g] + k;
-      Tiles::multiply(panel + k / 2 * 16, panel_stride, rows, stride);
-    }
-    for (; k < depth; k += 32) {  // the ragged edge: 16 x 32 weights at a time, zero-filled
-      alignas(64) uint edge[G][16 * 16];
-      const void* rows[G];
-      for (int g = 0; g < G; ++g) {
-        const long left = w[0].rows - n0 - n - g % groups * 16;
-        metile::convert_weights<16>(edge[g], 16, weights[g] + k, w[0].stride, left, min_of(32, depth - k));
-        rows[g] = edge[g];
-      }
-      Tiles::multiply(panel + k / 2 * 16, panel_stride, rows, 64);
+      for (int g = 0; g < G; ++g) rows[g] = w.tiles[g] + s * w.step;
+      Tiles::multiply(panel + s * 256, x.units * 16, rows, w.stride);
     }
     Tiles::store(to, BM);
   }
 #endif
 
   template <typename S>
-  void tile(const Stage<S, BM>& x, const Matrix<const S> (&w)[P], long m, long n0, long n, long k0, long depth, bool first) {
-    typedef typename metile::Unit<S>::type U;
-    constexpr int width = metile::Unit<S>::width;
+  void tile(const Stage<S, BM>& x, const metile::Weights<S, P, tile_n>& w, long m, long n, long depth, bool first) const {
     vfloat sums[P][tile_n][panels];
     for (int p = 0; p < P; ++p)
       for (int i = 0; i < tile_n; ++i)
         for (int h = 0; h < panels; ++h) sums[p][i][h] = first ? vfloat(0) : metile::load(at(p, n + i, m) + h * metile::lanes);
-    const U* panel = x.panel(m / metile::lanes);
-    const long panel_stride = x.units * metile::lanes, rows = w[0].rows - n0 - n;
-    const U* weights[P];
-    if (sizeof(U) == sizeof(S) * width && rows >= tile_n && depth % width == 0 && w[0].stride % width == 0) {  // as they lie in memory
-      for (int p = 0; p < P; ++p) weights[p] = reinterpret_cast<const U*>(w[p].row(n0 + n) + k0);
-      metile::outer_product(sums, panel, panel_stride, weights, w[0].stride / width, depth / width);
-    } else {
-      U* converted = reinterpret_cast<U*>(memory + block_bytes / 4);
-      for (long k = 0; k < depth; k += convert_depth) {
-        const long part = min_of(convert_depth, depth - k);
-        for (int p = 0; p < P; ++p) {
-          weights[p] = converted + p * tile_n * convert_depth;
-          metile::convert_weights<tile_n>(converted + p * tile_n * convert_depth, convert_depth, w[p].row(n0 + n) + k0 + k, w[p].stride, rows, part);
-        }
-        metile::outer_product(sums, panel + k / width * metile::lanes, panel_stride, weights, convert_depth, ceil_div(part, width));
-      }
-    }
+    metile::outer_product(sums, x.panel(m / metile::lanes), x.units * metile::lanes, w.rows, w.stride,
+                          ceil_div(depth, metile::Unit<S>::width));
     for (int p = 0; p < P; ++p)
       for (int i = 0; i < tile_n; ++i)
         for (int h = 0; h < panels; ++h) metile::store(at(p, n + i, m) + h * metile::lanes, sums[p][i][h]);

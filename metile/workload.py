@@ -1,0 +1,124 @@
+"""Running a suite's workload on a model: one greedy generation, timed as a user would feel it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from metile.errors import mismatch
+from metile.report_rules import Sample
+from metile.suites import Workload
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One run: its figures, and the tokens it chose."""
+
+    sample: Sample
+    tokens: tuple[int, ...]
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Return the number of tokens a model knows, from the shape of its embedding.
+
+    Raises:
+        MetileError: the model has no embedding.
+    """
+    sizes = [module.weight.shape[0] for _, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    sizes += [module.weight.shape[0] for _, module in model.named_modules() if type(module).__name__ == "QuantizedEmbedding"]
+    if not sizes:
+        raise mismatch("model", "an embedding of tokens", "none")
+    return int(max(sizes))
+
+
+def random_prompt(model: nn.Module, tokens: int, seed: int) -> mx.array:
+    """Return a prompt of random token ids, the same for the same model, length and seed: shape [tokens], int32."""
+    prompt = mx.random.randint(0, vocabulary(model), (tokens,), key=mx.random.key(seed)).astype(mx.int32)
+    mx.eval(prompt)
+    return prompt
+
+
+def generate(
+    model: nn.Module, prompt: mx.array, workload: Workload, clock: Clock = time.perf_counter
+) -> Generation:
+    """Generate greedily and time it.
+
+    Prefill is the prompt but its last token, with the cache evaluated; the time to the first token runs from the call
+    until that token can be read; decode counts the tokens after the first.
+
+    Args:
+        model: an mlx-lm model.
+        prompt: token ids, shape [prompt_tokens].
+        workload: how many tokens, and the prefill step.
+        clock: seconds.
+
+    Returns:
+        The figures in tokens/s and seconds, and the tokens.
+    """
+    if workload.delay_seconds:
+        time.sleep(workload.delay_seconds)
+    total = int(prompt.shape[0])
+    prefilled: list[float] = []
+
+    def progress(done: int, _: int) -> None:
+        if done >= total - 1 and not prefilled:
+            prefilled.append(clock())
+
+    start = clock()
+    steps = generate_step(
+        prompt,
+        model,
+        max_tokens=workload.generation_tokens,
+        prefill_step_size=workload.prefill_step_size,
+        prompt_progress_callback=progress,
+    )
+    tokens = [next(steps)[0]]
+    first = clock()
+    tokens += [token for token, _ in steps]
+    end = clock()
+    decoded = max(len(tokens) - 1, 1)
+    sample = Sample(
+        decode_tokens_per_second=decoded / max(end - first, 1e-9),
+        elapsed_seconds=end - start,
+        prefill_tokens_per_second=max(total - 1, 1) / max(prefilled[0] - start, 1e-9),
+        time_to_first_token_seconds=first - start,
+    )
+    return Generation(sample, tuple(tokens))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Seconds of a short run: the prompt's prefix, and one decode step."""
+
+    prefill: float
+    step: float
+
+    def total(self, workload: Workload) -> float:
+        """Return the seconds that the whole workload would take at this pace."""
+        return self.prefill + workload.generation_tokens * self.step
+
+
+def probe(model: nn.Module, prompt: mx.array, workload: Workload, clock: Clock = time.perf_counter) -> Probe:
+    """Time the prefill and `workload.plan_decode_steps` decode steps, for comparing plans cheaply."""
+    cache: list[Any] = make_prompt_cache(model)
+    start = clock()
+    step = workload.prefill_step_size
+    for begin in range(0, prompt.shape[0] - 1, step):
+        model(prompt[begin : min(begin + step, prompt.shape[0] - 1)][None], cache=cache)
+        mx.eval([entry.state for entry in cache])
+    prefilled = clock()
+    token = prompt[-1:]
+    for _ in range(workload.plan_decode_steps):
+        token = mx.argmax(model(token[None], cache=cache)[:, -1, :], axis=-1)
+        mx.eval(token)
+    end = clock()
+    return Probe(prefilled - start, (end - prefilled) / workload.plan_decode_steps)
