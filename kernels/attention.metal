@@ -1,7 +1,7 @@
 // attention: y = softmax(scale * q . k^T) . v, fp32 softmax, keys taken a block at a time (online softmax).
 //
 // q [B, H, L, D]; k and v [B, H_kv, S, D] in any strides but the last, so slices of a cache are used in place;
-// y [B, L, H, D]. Causal means that query i sees the first S - L + i + 1 keys.
+// y [B, L, H * D]. Causal means that query i sees the first S - L + i + 1 keys.
 // attention_matrix takes BQ queries of one head; attention_rows one query of all heads that share a key head.
 #pragma once
 

@@ -71,11 +71,7 @@ class MachineKey:
     def differences(self, other: MachineKey) -> list[str]:
         """Return ``field: 'theirs' instead of 'ours'`` for each field in which `other` differs."""
         ours, theirs = asdict(self), asdict(other)
-        return [
-            f"{name}: {theirs[name]!r} instead of {ours[name]!r}"
-            for name in ours
-            if ours[name] != theirs[name]
-        ]
+        return [f"{name}: {theirs[name]!r} instead of {ours[name]!r}" for name in ours if ours[name] != theirs[name]]
 
 
 @dataclass(frozen=True)
@@ -140,12 +136,8 @@ def kernels_digest(folder: Path) -> str:
     """
     if not folder.is_dir():
         raise mismatch("kernels digest", "a folder of kernel sources", folder)
-    named = sorted(
-        (path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file()
-    )
-    visible = [
-        (name, path) for name, path in named if not any(part.startswith(".") for part in name.split("/"))
-    ]
+    named = sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file())
+    visible = [(name, path) for name, path in named if not any(part.startswith(".") for part in name.split("/"))]
     return _digest([[name, hashlib.sha256(path.read_bytes()).hexdigest()] for name, path in visible])
 
 
@@ -219,9 +211,7 @@ class PlanCache:
         doomed = [key for key in self._read() if machine is None or key.machine == machine]
         self._removed.update(doomed)
         self._unwritten = {
-            key: value
-            for key, value in self._unwritten.items()
-            if machine is not None and key.machine != machine
+            key: value for key, value in self._unwritten.items() if machine is not None and key.machine != machine
         }
         if doomed or self._unwritten:
             self._commit()
@@ -285,9 +275,7 @@ class PlanCache:
         for other in stored:
             if other not in self._removed and [getattr(other, name) for name in _TEXT_FIELDS] == asked:
                 differences = "; ".join(key.machine.differences(other.machine))
-                _warn_once(
-                    self.path, "read", f"holds plans of another machine, which are not used ({differences})"
-                )
+                _warn_once(self.path, "read", f"holds plans of another machine, which are not used ({differences})")
                 return
 
 

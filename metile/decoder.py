@@ -7,6 +7,7 @@ module then runs the form written here with kernels in the holes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ def plain_attend(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any,
     return y.transpose(0, 2, 1, 3).reshape(q.shape[0], q.shape[2], -1)  # type: ignore[no-any-return]
 
 
-def attention(module: Any, layout: AttentionLayout, x: mx.array, mask: Any, cache: Any, attend: Attend) -> mx.array:
+def attention(module: Any, layout: AttentionLayout, x: mx.array, mask: Any, cache: Any, *, attend: Attend) -> mx.array:
     """Return o(attend(rope(norm(q(x))), ...)), x and the result [B, L, hidden]."""
     batch, length, _ = x.shape
 
@@ -123,7 +124,8 @@ def arrange_attention(
         layout = AttentionLayout(
             q, k, v, o, ropes[0] if ropes else None, q_norm, k_norm, heads, shared, dimension, scale
         )
-        if _same(module, lambda x, mask, cache, l=layout: attention(module, l, x, mask, cache, plain_attend)):  # type: ignore[misc]
+        form = functools.partial(attention, module, layout, attend=plain_attend)
+        if _same(module, form):
             return layout
     return None
 
@@ -144,7 +146,7 @@ def arrange_layer(
         itertools.permutations(norms), itertools.permutations(blocks)
     ):
         layout = LayerLayout(first, attend, second, mlp)
-        if _same(module, lambda x, mask, cache, l=layout: plain_layer(module, l, x, mask, cache), width, dtype):  # type: ignore[misc]
+        if _same(module, functools.partial(plain_layer, module, layout), width, dtype):
             return layout
     return None
 

@@ -129,9 +129,7 @@ def _is_whole(folder: Path) -> bool:
     """Whether every file of the folder's manifest is there in its full size."""
     try:
         sizes = json.loads((folder / MANIFEST).read_text())["files"]
-        return set(sizes) >= FILES and all(
-            (folder / name).stat().st_size == size for name, size in sizes.items()
-        )
+        return set(sizes) >= FILES and all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -256,9 +254,7 @@ def _q4_1(rows: Bytes) -> tuple[Bytes, Halves, Halves]:
     heads = np.ascontiguousarray(blocks[..., :4]).view(np.float16)
     packed = blocks[..., 4:]
     low, high = packed & 0x0F, packed >> 4
-    levels = np.concatenate(
-        [low[..., 0::2] | low[..., 1::2] << 4, high[..., 0::2] | high[..., 1::2] << 4], -1
-    )
+    levels = np.concatenate([low[..., 0::2] | low[..., 1::2] << 4, high[..., 0::2] | high[..., 1::2] << 4], -1)
     return levels.reshape(rows.shape[0], -1), heads[..., 0], heads[..., 1]
 
 

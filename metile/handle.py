@@ -15,9 +15,9 @@ import mlx.nn as nn
 
 from metile.dispatch import FEATURES, Plan
 from metile.instances import attach, detach, plain_class, state_of, swap
-from metile.models import Declined
 from metile.ops.base import OpKey
 from metile.patched import Entry, Runtime, State
+from metile.sites import Declined
 
 
 @dataclass(frozen=True)

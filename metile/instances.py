@@ -65,9 +65,7 @@ def _reduce_as_plain(self: nn.Module, protocol: Any) -> Any:
     """Describe an instance as one of its plain class: a copy of a patched module is a plain module."""
     plain: Any = plain_class(self)
     function, arguments, state, *rest = plain.__reduce_ex__(self, protocol)
-    if (
-        getattr(function, "__name__", "") == "__newobj__"
-    ):  # pickle would compare its class with that of the instance
+    if getattr(function, "__name__", "") == "__newobj__":  # pickle would compare its class with that of the instance
         function, arguments = plain.__new__, (plain, *arguments[1:])
     if isinstance(state, dict):
         state = {name: value for name, value in state.items() if name != STATE}

@@ -49,9 +49,7 @@ class Paired:
     def __post_init__(self) -> None:
         """Refuse sides of different length, and a baseline that has no finite positive time."""
         if not self.baseline or len(self.baseline) != len(self.candidate):
-            raise mismatch(
-                "paired", "as many samples of each side", f"{len(self.baseline)} and {len(self.candidate)}"
-            )
+            raise mismatch("paired", "as many samples of each side", f"{len(self.baseline)} and {len(self.candidate)}")
         if not all(0 < seconds < math.inf for seconds in self.baseline):
             raise mismatch("paired", "finite positive seconds of the baseline", self.baseline)
         if not all(seconds > 0 for seconds in self.candidate):
@@ -176,9 +174,7 @@ class Rotation(Generic[T]):
         memory_bytes: What they may not exceed. A single set is made even when it does.
     """
 
-    def __init__(
-        self, factory: Callable[[int], T], set_bytes: int, *, cold_bytes: int, memory_bytes: int
-    ) -> None:
+    def __init__(self, factory: Callable[[int], T], set_bytes: int, *, cold_bytes: int, memory_bytes: int) -> None:
         count = sets_needed(set_bytes, cold_bytes=cold_bytes, memory_bytes=memory_bytes)
         self.is_cold = count * set_bytes > cold_bytes
         self._sets = [factory(index) for index in range(count)]

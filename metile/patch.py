@@ -11,9 +11,11 @@ import mlx.nn as nn
 from metile.dispatch import FEATURES, Plan
 from metile.errors import mismatch, wrong_type
 from metile.handle import Handle, current, lock, remember
-from metile.models import Declined, Found, Site, find, key_at
-from metile.ops.base import ROW_BUCKETS, OpKey
-from metile.patched import Runtime, State
+from metile.kinds import state_for
+from metile.models import find
+from metile.ops.base import OpKey, operation
+from metile.patched import Runtime
+from metile.sites import Declined, Found, Site
 from metile.targets.base import Target
 
 
@@ -59,7 +61,7 @@ def _patch(plan: Plan, target: Target, found: Found) -> Handle:
             continue
         reason = _undecided(site, plan, faults)
         if reason is None:
-            states.append(State(site, runtime))
+            states.append(state_for(site, runtime))
         else:
             declined.append(Declined(site.path, reason))
     return Handle(plan, states=states, runtime=runtime, declined=declined, reason=_nothing(plan, found))
@@ -69,8 +71,7 @@ def _undecided(site: Site, plan: Plan, known: dict[OpKey, str | None]) -> str | 
     """Return why no kernel runs a site at any number of rows, or None; `known` keeps what was found."""
     for op in site.ops.values():
         if op not in known:
-            keys = [key for key in (key_at(op, rows) for rows in ROW_BUCKETS) if key in plan.choices]
-            chosen = [plan.choices[key] for key in keys if key is not None]
+            chosen = [choice for key, choice in plan.choices.items() if operation(key) == operation(op)]
             decided = "plain MLX was decided for it" if chosen else "nothing was decided for it"
             known[op] = None if any(item is not None for item in chosen) else decided
     reasons = [known[op] for op in site.ops.values()]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,8 +16,8 @@ import mlx.nn as nn
 
 from metile.dispatch import Plan
 from metile.instances import STATE, patched_class, plain_class, swap
-from metile.models import Declined, Site, key_at
-from metile.ops.base import OpKey
+from metile.ops.base import OpKey, buckets_apart, operation
+from metile.sites import Declined, Site, key_at
 from metile.targets.base import Kernel, Target
 from metile.tracing import is_traced
 
@@ -36,19 +35,29 @@ class Entry:
 
     def run(self, inputs: Sequence[mx.array]) -> mx.array:
         """Launch on `inputs` and return the last output."""
-        output = self.key.launch(self.kernel, self.candidate, inputs)[-1]
+        return self.run_all(inputs)[-1]
+
+    def run_all(self, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """Launch on `inputs` and return all outputs."""
+        outputs = self.key.launch(self.kernel, self.candidate, inputs)
         self.engaged += 1
-        return output
+        return outputs
 
 
-def pick(plan: Plan, op: OpKey, rows: int) -> tuple[OpKey, Any] | str:
+def pick(plan: Plan, op: OpKey, rows: int, tokens: int = 0) -> tuple[OpKey, Any] | str:
     """Return the key and the candidate that run `op` on `rows` rows, or why plain MLX does.
 
-    A decision holds for its own bucket only.
+    A decision holds for its own bucket of rows only; of attention's buckets of context the nearest one holds.
     """
-    key = key_at(op, rows)
-    if key is None or key not in plan.choices:
+    key = key_at(op, rows, tokens)
+    if key is None:
         return "nothing was decided for so many rows"
+    if key not in plan.choices:
+        same = [other for other in plan.choices if other.rows == key.rows and operation(other) == operation(key)]
+        if not same:
+            return "nothing was decided for so many rows"
+        wanted = key
+        key = min(same, key=lambda other: buckets_apart(other, wanted))
     candidate = plan.choices[key]
     return "plain MLX was decided for so many rows" if candidate is None else (key, candidate)
 
@@ -68,9 +77,9 @@ class Runtime:
         self.passed: Counter[tuple[str, str]] = Counter()
         self.failed: list[Declined] = []
 
-    def entry(self, feature: str, op: OpKey, rows: int) -> Entry | str:
+    def entry(self, feature: str, op: OpKey, rows: int, tokens: int = 0) -> Entry | str:
         """Return the kernel of `op` for `rows` rows, compiled, or why plain MLX runs it."""
-        picked = pick(self.plan, op, rows)
+        picked = pick(self.plan, op, rows, tokens)
         if isinstance(picked, str):
             return picked
         place = feature, picked[0]
@@ -105,7 +114,7 @@ class Part:
 
 
 class State:
-    """What one patched module knows of itself.
+    """What one patched module knows of itself, and how it is called.
 
     Attributes:
         path: the module's path in the model.
@@ -132,13 +141,14 @@ class State:
         "width",
     )
 
+    method = "__call__"  # what the patch replaces
+
     def __init__(self, site: Site, runtime: Runtime) -> None:
-        patch = PATCHES[site.kind]
         plain = plain_class(site.module)
         self.path, self.feature, self.runtime = site.path, site.feature, runtime
         self.module = weakref.ref(site.module)
-        self.cls = patched_class(plain, site.kind, {patch.method: _method(patch)})
-        self.plain: Callable[..., Any] = getattr(plain, patch.method)
+        self.cls = patched_class(plain, site.kind, {self.method: _method(type(self))})
+        self.plain: Callable[..., Any] = getattr(plain, self.method)
         self.ops, self.fixed = tuple(site.ops.values()), tuple(site.fixed.items())
         holders = [(name, site.module[name]) for name in site.parts.values()] or [("", site.module)]
         self.parts = tuple(Part(name, holder) for name, holder in holders)
@@ -202,59 +212,67 @@ class State:
         reasons = [entry for entry in entries if isinstance(entry, str)]
         return reasons[0] if len(reasons) == len(entries) else entries
 
-
-@dataclass(frozen=True)
-class Patch:
-    """How a kind of site is patched.
-
-    Attributes:
-        method: the method that is replaced.
-        run: computes it on an input with the kernels that `State.ready` gave.
-    """
-
-    method: str
-    run: Callable[[State, Any, mx.array, tuple[Any, ...]], mx.array]
-
-
-def _method(patch: Patch) -> Callable[..., Any]:
-    """Return the method of a patched class."""
-    run = patch.run
-
-    def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
-        state: State = vars(self)[STATE]
+    def call(self, module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run the module: its kernels if they fit the call, plain MLX otherwise, or if one raises."""
         if len(arguments) == 1 and not named:
             try:
-                entries = state.ready(self, arguments[0])
+                entries = self.ready(module, arguments[0])
                 if entries is not None:
-                    return run(state, self, arguments[0], entries)
+                    return self.run(module, arguments[0], entries)
             except Exception as error:
-                state.fail(self, error)
-        return state.plain(self, *arguments, **named)
+                self.fail(module, error)
+        return self.plain(module, *arguments, **named)
 
-    return call
-
-
-def _run_weighted(state: State, module: Any, x: mx.array, entries: tuple[Any, ...]) -> mx.array:
-    """Run the one kernel of a module on x, its weight, and its bias where it has one."""
-    inputs = (x, module["weight"], module["bias"]) if state.parts[0].bias else (x, module["weight"])
-    return entries[0].run(inputs)  # type: ignore[no-any-return]
+    def run(self, module: Any, x: mx.array, entries: tuple[Any, ...]) -> mx.array:
+        """Compute the module on `x` with the kernels that `ready` gave."""
+        raise NotImplementedError
 
 
-def _run_mlp(state: State, module: Any, x: mx.array, entries: tuple[Any, ...]) -> mx.array:
-    gate, up, down = (module[part.name] for part in state.parts)
-    first, second = entries
-    hidden = (
-        nn.silu(gate(x)) * up(x) if isinstance(first, str) else first.run((x, gate["weight"], up["weight"]))
-    )
-    if isinstance(second, str):
-        return down(hidden)  # type: ignore[no-any-return]
-    bias = (down["bias"],) if state.parts[2].bias else ()
-    return second.run((hidden, down["weight"], *bias))  # type: ignore[no-any-return]
+def _method(kind: type[State]) -> Callable[..., Any]:
+    """Return the method of a patched class."""
+    call = kind.call
+
+    def method(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        return call(vars(self)[STATE], self, arguments, named)
+
+    return method
 
 
-PATCHES: dict[str, Patch] = {
-    "swiglu_mlp": Patch("__call__", _run_mlp),
-    "linear": Patch("__call__", _run_weighted),
-    "vocabulary": Patch("as_linear", _run_weighted),
-    "rms_norm": Patch("__call__", _run_weighted),
-}
+class WeightedState(State):
+    """A module of one kernel, which takes x, its weight, and its bias where it has one."""
+
+    __slots__ = ()
+
+    def run(self, module: Any, x: mx.array, entries: tuple[Any, ...]) -> mx.array:
+        """See `State.run`."""
+        inputs = (x, module["weight"], module["bias"]) if self.parts[0].bias else (x, module["weight"])
+        return entries[0].run(inputs)  # type: ignore[no-any-return]
+
+
+class VocabularyState(WeightedState):
+    """An embedding that is the vocabulary projection as well."""
+
+    __slots__ = ()
+    method = "as_linear"
+
+
+class MlpState(State):
+    """A SwiGLU block: one kernel up to the product of its halves, one for the way down."""
+
+    __slots__ = ()
+
+    def hidden(self, module: Any, x: mx.array, entry: Entry | str) -> mx.array:
+        """Return silu(gate(x)) * up(x)."""
+        gate, up = module[self.parts[0].name], module[self.parts[1].name]
+        if isinstance(entry, str):
+            return nn.silu(gate(x)) * up(x)  # type: ignore[no-any-return]
+        return entry.run((x, gate["weight"], up["weight"]))
+
+    def run(self, module: Any, x: mx.array, entries: tuple[Any, ...]) -> mx.array:
+        """See `State.run`."""
+        down = module[self.parts[2].name]
+        hidden = self.hidden(module, x, entries[0])
+        if isinstance(entries[1], str):
+            return down(hidden)  # type: ignore[no-any-return]
+        bias = (down["bias"],) if self.parts[2].bias else ()
+        return entries[1].run((hidden, down["weight"], *bias))  # type: ignore[no-any-return]

@@ -33,7 +33,12 @@ class Reporter:
         start = self._printed = time.perf_counter()
         try:
             if self.console.is_terminal:
-                columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(30), TimeElapsedColumn())
+                columns = (
+                    SpinnerColumn(),
+                    TextColumn("{task.description}"),
+                    BarColumn(30),
+                    TimeElapsedColumn(),
+                )
                 with Progress(*columns, console=self.console, transient=True) as live:
                     self._live, self._task = live, live.add_task(f"{name} {detail}", total=None)
                     yield

@@ -75,7 +75,9 @@ def _requested(tuning: Tuning) -> RequestedFeatures:
 
 def _memory() -> Memory:
     return Memory(
-        active_bytes=mx.get_active_memory(), cache_bytes=mx.get_cache_memory(), peak_bytes=mx.get_peak_memory()
+        active_bytes=mx.get_active_memory(),
+        cache_bytes=mx.get_cache_memory(),
+        peak_bytes=mx.get_peak_memory(),
     )
 
 
@@ -149,7 +151,9 @@ def _additions(tuning: Tuning, seconds: Mapping[str, float]) -> dict[str, Any]:
 
 def _float32(verdict: Any) -> dict[str, Any]:
     def facts(fidelity: Any) -> dict[str, Any] | None:
-        return None if fidelity is None else {name: value for name, value in asdict(fidelity).items() if name != "finite"}
+        return (
+            None if fidelity is None else {name: value for name, value in asdict(fidelity).items() if name != "finite"}
+        )
 
     return {
         "plan_error": facts(verdict.plan_error),

@@ -182,9 +182,7 @@ def verification_view(verification: Verification | None) -> RenderableType:
     )
     for name, limit in VERIFICATION_LIMITS.items():
         value = getattr(verification, name)
-        table.add_row(
-            Text(name.replace("_", " ")), Text(f"{value:.3g}"), Text(f"{limit:g}"), _ok(value <= limit)
-        )
+        table.add_row(Text(name.replace("_", " ")), Text(f"{value:.3g}"), Text(f"{limit:g}"), _ok(value <= limit))
     return table
 
 

@@ -115,9 +115,7 @@ def _expectation(kind: str, context: Mapping[str, Any], message: str) -> str:
     if kind == "literal_error":
         return str(context["expected"])
     if kind in ("too_short", "string_too_short"):
-        return (
-            f"at least {context['min_length']} of them" if kind == "too_short" else "a text that is not empty"
-        )
+        return f"at least {context['min_length']} of them" if kind == "too_short" else "a text that is not empty"
     if kind == "string_pattern_mismatch":
         return f"a string like {context['pattern']}"
     if kind in _BOUNDS:

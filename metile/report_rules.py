@@ -113,9 +113,7 @@ def refusals(pairs: Sequence[Speedups], decode_floor: float = DECODE_FLOOR) -> l
     for name in GUARDED:
         steady = sum(getattr(pair, name) > PAIR_FLOOR for pair in pairs)
         if steady < needed:
-            reasons.append(
-                f"{NAMES[name]} is above {PAIR_FLOOR:g} in {steady} of {len(pairs)} pairs, {needed} needed"
-            )
+            reasons.append(f"{NAMES[name]} is above {PAIR_FLOOR:g} in {steady} of {len(pairs)} pairs, {needed} needed")
     faster = sum(pair.decode_speedup >= DECODE_WIN for pair in pairs)
     if faster < needed and all(medians[name] < win for name, win in WINS.items()):
         missed = [f"{NAMES[name]} {medians[name]:.4f} (needs {win:g})" for name, win in WINS.items()]

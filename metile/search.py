@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from metile.dispatch import Decision
 from metile.measure import Clock
-from metile.ops.base import OpKey
+from metile.ops.base import OpKey, buckets_apart, operation
 from metile.store import DecisionStore
 from metile.targets.base import Kernel, KernelSource, Target
 from metile.targets.compiler import CompileError
@@ -34,7 +34,6 @@ NEIGHBOUR_WEIGHT = 0.25  # a neighbour's part of the budget, beside a full searc
 NEIGHBOUR_CANDIDATES = 3  # tried for each decision nearby
 COMPILE_SECONDS = 0.08  # a kernel, as `estimate` reckons
 TRIAL_SECONDS = 2.0  # the rest of a key
-_BUCKET_FIELDS = ("rows", "tokens")  # of keys: what differs between the buckets of one operation
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,8 @@ def nearest(key: OpKey, target: Target, decisions: Mapping[OpKey, Decision]) -> 
     The untuned default is always among them; where plain MLX won nearby it stands alone.
     """
     space = key.space(target.limits)
-    relatives = [decision for decision in decisions.values() if _operation(decision.key) == _operation(key)]
-    relatives.sort(key=lambda decision: _buckets_apart(decision.key, key))
+    relatives = [decision for decision in decisions.values() if operation(decision.key) == operation(key)]
+    relatives.sort(key=lambda decision: buckets_apart(decision.key, key))
     picks = space[:1] if relatives else space[:NEIGHBOUR_CANDIDATES]
     for decision in relatives[:2]:
         if decision.candidate is not None:
@@ -189,15 +188,6 @@ def nearest(key: OpKey, target: Target, decisions: Mapping[OpKey, Decision]) -> 
             order = sorted(space, key=lambda tile: (key.source(tile) != kernel, _apart(asdict(tile), winner)))
             picks += order[:NEIGHBOUR_CANDIDATES]
     return list(dict.fromkeys(picks))
-
-
-def _operation(key: Any) -> tuple[Any, ...]:
-    """Return what keys of one operation have in common whatever the bucket."""
-    return (type(key), *[(name, value) for name, value in asdict(key).items() if name not in _BUCKET_FIELDS])
-
-
-def _buckets_apart(a: OpKey, b: OpKey) -> float:
-    return sum(abs(math.log2(getattr(a, name, 1) / getattr(b, name, 1))) for name in _BUCKET_FIELDS)
 
 
 def _apart(fields: Mapping[str, Any], others: Mapping[str, Any]) -> float:
@@ -274,9 +264,7 @@ class _Search:
     def _compile(self, chosen: Mapping[OpKey, Sequence[Any]], seconds: float) -> None:
         """Compile what is chosen, in turn among the keys; each key's first even when the time is up."""
         ranks = itertools.zip_longest(*([(key, tile) for tile in tiles] for key, tiles in chosen.items()))
-        wanted = {
-            key.source(tile): (key, tile) for rank in ranks for key, tile in (pair for pair in rank if pair)
-        }
+        wanted = {key.source(tile): (key, tile) for rank in ranks for key, tile in (pair for pair in rank if pair)}
         sources = [source for source in wanted if source not in self._kernels]
         end = self._clock() + seconds
         for start in range(0, len(sources), COMPILED_AT_ONCE):

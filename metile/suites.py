@@ -21,9 +21,7 @@ from metile.files import data_root
 ModelKind = Literal["hub", "demo", "local"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
-MODEL_FORMS = (
-    f"a local model folder, a hub id of the form owner/name, or a demo checkpoint ({', '.join(DEMO_MODELS)})"
-)
+MODEL_FORMS = f"a local model folder, a hub id of the form owner/name, or a demo checkpoint ({', '.join(DEMO_MODELS)})"
 
 
 @dataclass(frozen=True)
@@ -232,9 +230,7 @@ def _seconds(op: str, name: str, value: object, *, positive: bool = False) -> fl
     """Return finite seconds as a float; NaN, infinity, booleans and negative values are refused."""
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
     if not (0 <= number < float("inf")) or (positive and number == 0):
-        raise mismatch(
-            op, f"{name} to be {'positive' if positive else 'non-negative'} seconds", _shown(value)
-        )
+        raise mismatch(op, f"{name} to be {'positive' if positive else 'non-negative'} seconds", _shown(value))
     return number
 
 

@@ -88,9 +88,7 @@ def _kind(module: nn.Module, linears: Mapping[str, nn.Module]) -> Any:
     return plain_class(module), attributes, held, repr(dtypes)
 
 
-def _check(
-    module: nn.Module, linears: Mapping[str, nn.Module], layouts: list[Layout]
-) -> tuple[Layout | None, str]:
+def _check(module: nn.Module, linears: Mapping[str, nn.Module], layouts: list[Layout]) -> tuple[Layout | None, str]:
     for layout in layouts:
         parts = [linears[name] for name in layout]
         x = _rows(parts[0], parts[1])

@@ -73,11 +73,7 @@ def ensure_compile() -> Toolchain:
     Returns:
         What compiles from now on.
     """
-    if (
-        platform.system() != "Linux"
-        or mx.default_device().type != mx.cpu
-        or os.environ.get("MLX_DISABLE_COMPILE")
-    ):
+    if platform.system() != "Linux" or mx.default_device().type != mx.cpu or os.environ.get("MLX_DISABLE_COMPILE"):
         return Toolchain("mlx")
     if shutil.which("g++"):
         return Toolchain("g++")

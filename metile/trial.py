@@ -200,9 +200,7 @@ def _pair_seconds(bench: Bench) -> float:
     return 2 * bench.plain_seconds * bench.repeats(None)
 
 
-def _race(
-    bench: Bench, verified: Sequence[Any], seconds: float, clock: Clock, tell: Tell
-) -> Halving[Any | None]:
+def _race(bench: Bench, verified: Sequence[Any], seconds: float, clock: Clock, tell: Tell) -> Halving[Any | None]:
     def show(state: RaceProgress[Any | None]) -> None:
         tell("time", state.candidate.label() if state.candidate else "mlx", state.done, state.total)
 

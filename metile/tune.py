@@ -34,14 +34,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--suite", default="demo", help="a suite of suites/*.toml (default: demo, which needs no network)")
-    add("--model", action="append", metavar="MODEL", help="hub id, local folder or demo id; in place of the suite's")
+    add(
+        "--model",
+        action="append",
+        metavar="MODEL",
+        help="hub id, local folder or demo id; in place of the suite's",
+    )
     add("--target", choices=TARGETS, default="auto", help="what runs the kernels (default: auto)")
     add("--output", type=Path, help="the report's file (default: metile-suite-SUITE.json)")
     add("--offline", action="store_true", help="never ask a model hub; use what is on disk")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="keep what was decided before (the default)")
     again.add_argument("--fresh", action="store_true", help="forget what was decided before")
-    add("--dry-run", action="store_true", help="say what would be searched and how long it would take, and stop")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="say what would be searched and how long it would take, and stop",
+    )
     for name, meaning in (
         ("trials", "measured pairs of the report"),
         ("confirmation-trials", "pairs on which the plan is accepted or refused"),

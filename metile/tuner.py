@@ -6,14 +6,13 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from metile import hub, models, verify
 from metile.cache import PlanCache
-from metile.dispatch import OWN_FEATURES, V8_FEATURES, Decision, Plan
+from metile.dispatch import Decision, Plan
 from metile.ops.base import ROW_BUCKETS, OpKey, row_bucket
 from metile.patch import apply
 from metile.plan import PlanSearch, Trial, paired_generations, samples_of, useful_features
@@ -21,8 +20,9 @@ from metile.plans import digest_of, save_plan
 from metile.progress import Reporter
 from metile.record import model_record
 from metile.report import ModelReport, PlanConfirmation, Sample, confirmation_of, speedups_of
-from metile.search import search
 from metile.search import Progress as SearchProgress
+from metile.search import search
+from metile.sites import Found
 from metile.store import DecisionStore, machine_key
 from metile.suites import Suite, SuiteModel, Workload
 from metile.targets.base import Target
@@ -38,7 +38,7 @@ class Tuning:
     spec: SuiteModel
     workload: Workload
     target: Target
-    found: models.Found
+    found: Found
     decisions: Mapping[OpKey, Decision] = field(default_factory=dict)
     trials: Sequence[Trial] = ()
     candidate: Plan | None = None
@@ -112,7 +112,7 @@ class Tuner:
         save_plan(cache, self.target, selected, self.workload, {"refused": list(tuning.refused)})
         return model_record(tuning, model, path, dict(reporter.seconds), git_revision())
 
-    def keys(self, found: models.Found) -> tuple[list[OpKey], list[OpKey]]:
+    def keys(self, found: Found) -> tuple[list[OpKey], list[OpKey]]:
         """Return the keys that the workload meets, and those of the neighbouring buckets."""
         own, other = workload_buckets(self.workload), other_buckets(self.workload)
         primary = dict.fromkeys(key for site in found.sites for key in site.keys(own, self.context))
@@ -246,10 +246,12 @@ def git_revision() -> str | None:
     folder = Path(__file__).resolve().parent
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False
+            ["git", "-C", str(folder), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-

@@ -123,9 +123,7 @@ def logits(model: Any, tokens: Sequence[int], *, steps: int = 1) -> list[mx.arra
         and at each single token.
     """
     if not tokens or not 0 <= steps <= len(tokens):
-        raise mismatch(
-            "verify", "a prompt with at least as many tokens as steps", f"{len(tokens)} and {steps}"
-        )
+        raise mismatch("verify", "a prompt with at least as many tokens as steps", f"{len(tokens)} and {steps}")
     cache = make_prompt_cache(model)
     split = len(tokens) - steps
     pieces = [tokens[:split]] if split else []

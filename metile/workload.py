@@ -34,7 +34,9 @@ def vocabulary(model: nn.Module) -> int:
         MetileError: the model has no embedding.
     """
     sizes = [module.weight.shape[0] for _, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    sizes += [module.weight.shape[0] for _, module in model.named_modules() if type(module).__name__ == "QuantizedEmbedding"]
+    sizes += [
+        module.weight.shape[0] for _, module in model.named_modules() if type(module).__name__ == "QuantizedEmbedding"
+    ]
     if not sizes:
         raise mismatch("model", "an embedding of tokens", "none")
     return int(max(sizes))
@@ -47,9 +49,7 @@ def random_prompt(model: nn.Module, tokens: int, seed: int) -> mx.array:
     return prompt
 
 
-def generate(
-    model: nn.Module, prompt: mx.array, workload: Workload, clock: Clock = time.perf_counter
-) -> Generation:
+def generate(model: nn.Module, prompt: mx.array, workload: Workload, clock: Clock = time.perf_counter) -> Generation:
     """Generate greedily and time it.
 
     Prefill is the prompt but its last token, with the cache evaluated; the time to the first token runs from the call

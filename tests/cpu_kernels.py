@@ -36,9 +36,7 @@ def linear(kernel: object, x: mx.array, w: mx.array, **options: bool) -> mx.arra
 
 def elementwise_source(name: str, statement: str, *, inputs: tuple[str, ...] = ("x",)) -> KernelSource:
     """Return a kernel whose group i runs `statement` with pointers named as its arrays, in float32."""
-    pointers = "\n  ".join(
-        f"const float* {array}_ = static_cast<const float*>({array}.data);" for array in inputs
-    )
+    pointers = "\n  ".join(f"const float* {array}_ = static_cast<const float*>({array}.data);" for array in inputs)
     body = f"""{pointers}
   float* y_ = static_cast<float*>(y.data);
   const uint i = group.index;

@@ -96,9 +96,7 @@ def sample(decode: float = 10, elapsed: float = 2, prefill: float = 100, first: 
 
 
 def pair(decode: float = 1, end: float = 1, prefill: float = 1, ttft: float = 1) -> report.Speedups:
-    return report.Speedups(
-        decode_speedup=decode, end_to_end_speedup=end, prefill_speedup=prefill, ttft_speedup=ttft
-    )
+    return report.Speedups(decode_speedup=decode, end_to_end_speedup=end, prefill_speedup=prefill, ttft_speedup=ttft)
 
 
 def native_record() -> dict[str, Any]:

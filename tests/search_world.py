@@ -130,9 +130,7 @@ _MISDEEDS: dict[str, Callable[[mx.array, bool], mx.array]] = {
     "unwritten": _unwritten,
     "raises": _raise,
     "shape": lambda y, _: y[:, :-1],
-    "worse than plain MLX": lambda y, _: (
-        y * 1.015
-    ),  # within the tolerance of bfloat16, but plain MLX is exact
+    "worse than plain MLX": lambda y, _: y * 1.015,  # within the tolerance of bfloat16, but plain MLX is exact
     "one row only": lambda y, _: y * (1 if y.shape[0] == 1 else 1.5),
 }
 

@@ -63,9 +63,7 @@ def no_warning() -> Iterator[None]:
         yield
 
 
-def key(
-    subject: str = "dense_swiglu rows=128", *, machine: MachineKey = HERE, kind: str = "dispatch"
-) -> EntryKey:
+def key(subject: str = "dense_swiglu rows=128", *, machine: MachineKey = HERE, kind: str = "dispatch") -> EntryKey:
     return EntryKey(machine, MODEL, kind, subject, "prompt=128 generate=64" if kind == "plan" else "")
 
 
@@ -170,9 +168,7 @@ def test_an_unusable_file_is_one_warning_a_miss_and_kept_aside(tmp_path: Path, r
     assert (tmp_path / f"{path.name}.corrupt-2").read_bytes() == b"again"
 
 
-def test_an_unusable_file_survives_a_write_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_file_survives_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / f"{MODEL}.json"
     path.write_bytes(b"damaged")
     monkeypatch.setattr(cache_module, "write_atomic", disk_full)
@@ -315,9 +311,7 @@ def test_values_are_not_shared_with_the_caller(tmp_path: Path) -> None:
     assert cache.get(key()) == {"list": [1]}
 
 
-@pytest.mark.parametrize(
-    "value", [None, float("nan"), float("inf"), {1, 2}, object(), {"a": Path()}], ids=repr
-)
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), {1, 2}, object(), {"a": Path()}], ids=repr)
 def test_a_value_that_json_cannot_hold_is_refused(tmp_path: Path, value: object) -> None:
     cache = PlanCache(MODEL, tmp_path)
     with pytest.raises(MetileError, match=r"\[plan cache\] expected"):
@@ -343,9 +337,7 @@ values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(subject=printable, chip=printable, value=values)
-def test_any_printable_key_and_json_value_come_back(
-    tmp_path: Path, subject: str, chip: str, value: object
-) -> None:
+def test_any_printable_key_and_json_value_come_back(tmp_path: Path, subject: str, chip: str, value: object) -> None:
     asked = key(subject, machine=replace(HERE, chip=chip))
     PlanCache(MODEL, tmp_path).put(asked, value)  # type: ignore[arg-type]
     assert PlanCache(MODEL, tmp_path).get(asked) == value
@@ -362,10 +354,7 @@ def test_model_digest_follows_configuration_and_weight_format() -> None:
     base = model_digest({"hidden_size": 8, "labels": {0: "x"}}, weights)
     assert model_digest({"labels": {"0": "x"}, "hidden_size": 8}, reversed(weights)) == base
     assert model_digest({"hidden_size": 9, "labels": {0: "x"}}, weights) != base
-    assert (
-        model_digest({"hidden_size": 8, "labels": {0: "x"}}, [*weights[:1], ("b.weight", (8,), "float16")])
-        != base
-    )
+    assert model_digest({"hidden_size": 8, "labels": {0: "x"}}, [*weights[:1], ("b.weight", (8,), "float16")]) != base
     with pytest.raises(MetileError, match="JSON"):
         model_digest({"dtype": object()}, weights)
 

@@ -134,9 +134,7 @@ def test_threads_that_compile_the_same_kernel_share_it() -> None:
 
 def test_processes_that_compile_the_same_text_all_get_it(fresh_cache: Path) -> None:
     command = [sys.executable, "-c", BUILDER]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -39,9 +39,7 @@ def normal(*shape: int, dtype: mx.Dtype = F32, seed: int = 0) -> mx.array:
 
 def close(y: mx.array, expected: mx.array, tolerance: float = 1e-5) -> bool:
     bound = tolerance * max(1.0, mx.abs(expected).max().item())
-    return y.shape == expected.shape and bool(
-        mx.abs(y.astype(F32) - expected.astype(F32)).max().item() <= bound
-    )
+    return y.shape == expected.shape and bool(mx.abs(y.astype(F32) - expected.astype(F32)).max().item() <= bound)
 
 
 def runs(kernel: Kernel, groups: int, *inputs: mx.array, shape: tuple[int, ...] = ()) -> mx.array:
@@ -167,9 +165,7 @@ def test_several_outputs(target: CpuTarget) -> None:
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(0, 8, 5), (0, 8, 0), (3, 8, 0)])
-def test_no_rows_or_no_outputs_give_an_empty_array(
-    kernel: Kernel, rows: int, inputs: int, outputs: int
-) -> None:
+def test_no_rows_or_no_outputs_give_an_empty_array(kernel: Kernel, rows: int, inputs: int, outputs: int) -> None:
     y = linear(kernel, mx.zeros((rows, inputs)), mx.zeros((outputs, inputs)))
     assert y.shape == (rows, outputs)
     assert y.sum().item() == 0

@@ -36,9 +36,7 @@ def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight[order]
 
 
-def write_gguf(
-    path: Path, *, seed: int = 0, drop: str = "", arch: str = "llama", **extra: Any
-) -> dict[str, Any]:
+def write_gguf(path: Path, *, seed: int = 0, drop: str = "", arch: str = "llama", **extra: Any) -> dict[str, Any]:
     """Write a one-layer model of two heads and return its tensors as transformers would hold them."""
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, arch)
@@ -276,9 +274,7 @@ def test_two_processes_convert_once(tiny: Path) -> None:
     assert (tiny.parent / "log").read_text() == "converted\n"
 
 
-@pytest.mark.parametrize(
-    "damage", ["no manifest", "empty manifest", "garbled manifest", "file gone", "file short"]
-)
+@pytest.mark.parametrize("damage", ["no manifest", "empty manifest", "garbled manifest", "file gone", "file short"])
 def test_damaged_folder_is_made_anew(tiny: Path, damage: str) -> None:
     folder = demo.demo_folder("bf16")
     weights, manifest = folder / "model.safetensors", folder / demo.MANIFEST

@@ -83,10 +83,7 @@ def test_local_folder_as_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_incomplete_folder_says_what_is_missing(tmp_path: Path, names: tuple[str, ...], missing: str) -> None:
     folder = make_model(tmp_path / "model", *names)
-    assert (
-        refused(lambda: hub.resolve(str(folder)))
-        == f"[model] expected a model folder at {folder} but got {missing}"
-    )
+    assert refused(lambda: hub.resolve(str(folder))) == f"[model] expected a model folder at {folder} but got {missing}"
 
 
 def test_shards_of_the_index_are_counted(tmp_path: Path) -> None:

@@ -111,8 +111,6 @@ def test_only_amx_has_tiles() -> None:
 def test_an_unknown_set_stops_a_program_with_one_line() -> None:
     program = "from metile.targets.cpu import CpuTarget; CpuTarget()"
     environment = {**os.environ, ISA_VARIABLE: "AVX2"}  # names are lower case
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("but got 'AVX2'")

@@ -261,9 +261,7 @@ def test_groups_take_an_incumbent_each() -> None:
     assert machine.log == ["mlx", "a", "b", "mlx", "c"]
 
 
-@pytest.mark.parametrize(
-    "times", [{"mlx": 1}, {"mlx": 1, "a": 2}, {"mlx": 1, "a": 1}, {"mlx": 1, "a": math.inf}]
-)
+@pytest.mark.parametrize("times", [{"mlx": 1}, {"mlx": 1, "a": 2}, {"mlx": 1, "a": 1}, {"mlx": 1, "a": math.inf}])
 def test_the_incumbent_stays_when_nothing_beats_it(times: dict[str, float]) -> None:
     outcome = Machine(times).halving()
     assert outcome.finished

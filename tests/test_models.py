@@ -12,17 +12,17 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from tiny_models import tiny
 
 from metile.errors import MetileError
-from metile.models import VOCABULARY_ROWS, Found, Site, find
+from metile.finders import VOCABULARY_ROWS
+from metile.models import find
 from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
+from metile.sites import Found, Site
 
 
 class Gated(nn.Module):
     """down(activation(a) * b), with parts of any name."""
 
-    def __init__(
-        self, names: tuple[str, str, str], width: int = 32, hidden: int = 48, **options: Any
-    ) -> None:
+    def __init__(self, names: tuple[str, str, str], width: int = 32, hidden: int = 48, **options: Any) -> None:
         super().__init__()
         self.order = names
         self.activation = options.get("activation", nn.silu)
@@ -130,9 +130,7 @@ def test_pairs_of_feature_and_key_come_once() -> None:
 # ---- gated blocks of any name ----
 
 
-@pytest.mark.parametrize(
-    "names", [("w1", "w3", "w2"), ("down", "gate", "up"), ("a", "b", "c"), ("c", "b", "a")]
-)
+@pytest.mark.parametrize("names", [("w1", "w3", "w2"), ("down", "gate", "up"), ("a", "b", "c"), ("c", "b", "a")])
 @pytest.mark.parametrize("hidden", [48, 32])  # 32: every part is square, shapes tell nothing
 def test_names_do_not_matter(names: tuple[str, str, str], hidden: int) -> None:
     found = find(Gated(names, hidden=hidden))
@@ -255,9 +253,7 @@ def test_only_the_vocabulary_is_a_projection_among_embeddings() -> None:
 
 @pytest.mark.parametrize("thing", [None, "a model", {"weight": 1}])
 def test_what_is_not_a_module_is_refused(thing: Any) -> None:
-    with pytest.raises(
-        MetileError, match=r"^\[find\] expected an mlx.nn.Module but got (NoneType|str|dict)$"
-    ):
+    with pytest.raises(MetileError, match=r"^\[find\] expected an mlx.nn.Module but got (NoneType|str|dict)$"):
         find(thing)
 
 

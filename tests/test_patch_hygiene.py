@@ -195,9 +195,7 @@ def adapt(model: nn.Module, **more: Any) -> None:
     linear_to_lora_layers(model, 2, config)
     for path, module in model.named_modules():
         if hasattr(module, "lora_b"):
-            for name, key in zip(
-                ("lora_a", "lora_b"), mx.random.split(mx.random.key(len(path))), strict=True
-            ):
+            for name, key in zip(("lora_a", "lora_b"), mx.random.split(mx.random.key(len(path))), strict=True):
                 setattr(module, name, 0.1 * mx.random.normal(module[name].shape, key=key))
     model.eval()
 
@@ -294,7 +292,5 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 
 
 def test_a_plan_of_another_target_is_refused() -> None:
-    with pytest.raises(
-        MetileError, match=r"^\[patch\] expected a plan for the target cpu but got one for metal$"
-    ):
+    with pytest.raises(MetileError, match=r"^\[patch\] expected a plan for the target cpu but got one for metal$"):
         apply(tiny(), Plan("metal", frozenset(), {}), TARGET)

@@ -193,9 +193,7 @@ def test_shared_samples_must_be_shared() -> None:
     ours = copy.deepcopy(record["models"][0]["samples"][OURS])
     ours[3]["elapsed_seconds"] += 1e-9
     record["models"][0]["samples"][OURS] = ours
-    assert any(
-        fault.startswith('models[0].samples["MLX + meTile"][3]: expected the') for fault in faults(record)
-    )
+    assert any(fault.startswith('models[0].samples["MLX + meTile"][3]: expected the') for fault in faults(record))
 
 
 @pytest.mark.parametrize("where", [(), MODEL], ids=path_of)

@@ -24,9 +24,7 @@ def test_quantized_families_are_the_dense_ones_plus_the_format() -> None:
         "affine_residual_qmv": [AffineResidualDispatch.model_validate({**LINEAR, **AFFINE})],
         "affine_swiglu": [AffineSwigluDispatch.model_validate({**LINEAR, **AFFINE})],
         "block_scaled": [
-            BlockScaledDispatch.model_validate(
-                {**LINEAR, **TILE, "bits": 4, "group_size": 16, "mode": "nvfp4"}
-            )
+            BlockScaledDispatch.model_validate({**LINEAR, **TILE, "bits": 4, "group_size": 16, "mode": "nvfp4"})
         ],
     }
     built = report.SelectedDispatches.of(families)
@@ -39,9 +37,7 @@ def test_quantized_families_are_the_dense_ones_plus_the_format() -> None:
 def test_quantized_format_that_mlx_does_not_have() -> None:
     entry = {**LINEAR, **TILE, "bits": 8, "group_size": 32, "mode": "mxfp4"}
     record = mutated((*MODEL, "selected_dispatches", "block_scaled"), [entry])
-    assert faults(record) == [
-        "models[0].selected_dispatches.block_scaled[0].bits: expected 4 for mxfp4 but got 8"
-    ]
+    assert faults(record) == ["models[0].selected_dispatches.block_scaled[0].bits: expected 4 for mxfp4 but got 8"]
 
 
 def test_quantized_entry_does_not_pass_as_dense() -> None:

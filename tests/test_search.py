@@ -60,9 +60,7 @@ def store_at(folder: Path) -> DecisionStore:
         ("does not compile", "[compile] k.cpp:3: error: no"),
     ],
 )
-def test_a_wrong_kernel_is_rejected_by_name_and_the_right_one_wins(
-    world: World, misdeed: str, reason: str
-) -> None:
+def test_a_wrong_kernel_is_rejected_by_name_and_the_right_one_wins(world: World, misdeed: str, reason: str) -> None:
     world.behaviour = {"a": misdeed}
     world.seconds = {"a": 1e-6, "b": 1e-3}
     decision = decide(world)
@@ -278,9 +276,7 @@ def test_search_decides_neighbours_after_its_keys_and_as_far_as_the_budget_reach
 
 
 @pytest.mark.parametrize("stage", ["compile", "verify", "time", "confirm", "decided"])
-def test_an_interrupted_search_resumes_and_decides_nothing_twice(
-    world: World, tmp_path: Path, stage: str
-) -> None:
+def test_an_interrupted_search_resumes_and_decides_nothing_twice(world: World, tmp_path: Path, stage: str) -> None:
     keys = [FakeKey(f"op{number}", 4) for number in range(3)]
     events: list[Progress] = []
 

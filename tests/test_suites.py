@@ -176,10 +176,7 @@ def test_a_suite_file_of_ones_own(tmp_path: Path) -> None:
 def test_unknown_suite_lists_what_exists(name: str) -> None:
     with pytest.raises(MetileError) as caught:
         load_suite(name)
-    assert (
-        str(caught.value)
-        == f"[suite] expected one of the suites bf16-dense, bf16-models, demo but got {name!r}"
-    )
+    assert str(caught.value) == f"[suite] expected one of the suites bf16-dense, bf16-models, demo but got {name!r}"
 
 
 def test_no_suites_at_all(tmp_path: Path) -> None:

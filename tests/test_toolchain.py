@@ -42,9 +42,7 @@ print(found.compiler, compiles)
 HIDE_ZIGLANG = "toolchain.zig_command = lambda: None"
 
 
-def run(
-    folder: Path, *, before: str = "", compiler: str = "", **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *, before: str = "", compiler: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """Run PROGRAM with a PATH that holds nothing but `compiler`, a script to go by the name of g++."""
     path, temporary = folder / "path", folder / "tmp"
     path.mkdir()

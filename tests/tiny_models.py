@@ -43,10 +43,10 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _NO_TIE = {"gemma2", "gemma3_text"}
 
 
-def tiny(kind: str = "llama", dtype: mx.Dtype = mx.float32, *, tied: bool = False, seed: int = 0) -> Any:
+def tiny(kind: str = "llama", dtype: mx.Dtype = mx.float32, *, tied: bool = False, seed: int = 0, **changes: Any) -> Any:
     """Return a model that is ready for inference, with weights of a scale that makes logits differ."""
     module = importlib.import_module(f"mlx_lm.models.{kind}")
-    arguments = _COMMON | {"model_type": kind} | _EXTRA.get(kind, {})
+    arguments = _COMMON | {"model_type": kind} | _EXTRA.get(kind, {}) | changes
     if kind not in _NO_TIE:
         arguments["tie_word_embeddings"] = tied
     mx.random.seed(seed)
@@ -65,7 +65,7 @@ def plan_for(model: nn.Module, features: Iterable[str] = FEATURES, rows: Iterabl
 
 @functools.cache
 def _default(key: OpKey) -> Any:
-    return key.space(TARGET.limits)[0]
+    return next(iter(key.space(TARGET.limits)), None)
 
 
 def tokens(batch: int = 1, length: int = 9, seed: int = 1) -> mx.array:

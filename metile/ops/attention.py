@@ -107,11 +107,9 @@ class AttentionKey:
             )
             name = f"attention_{self.dtype}_d{d}_{c.label()}"
         arrays = ", ".join(f"heads<const {t}>({name})" for name in ("q", "k", "v"))
-        body = f"{call}({arrays}, heads_inside<{t}>(y), float_of_bits(scale), {tail});"
+        body = f"{call}({arrays}, heads_inside<{t}>(y, heads<const {t}>(q).heads), float_of_bits(scale), {tail});"
         inputs = ("q", "k", "v")
-        return KernelSource(
-            name, "attention.metal", body, inputs, ("y",), ("scale", "causal"), scratch, strided=inputs
-        )
+        return KernelSource(name, "attention.metal", body, inputs, ("y",), ("scale", "causal"), scratch, strided=inputs)
 
     def attend(
         self,
@@ -123,7 +121,7 @@ class AttentionKey:
         causal: bool,
         poison: bool = False,
     ) -> mx.array:
-        """Run on q [B, H, L, D] and k, v [B, H_kv, S, D]; return [B, L, H, D]."""
+        """Run on q [B, H, L, D] and k, v [B, H_kv, S, D]; return [B, L, H * D]."""
         q, k, _ = inputs
         batch, query_heads, rows, dimension = q.shape
         if candidate.program == "rows":
@@ -131,7 +129,7 @@ class AttentionKey:
         else:
             groups = batch * query_heads * -(-rows // candidate.block)
         bits = struct.unpack("<i", struct.pack("<f", scale))[0]
-        output = Output((batch, rows, query_heads, dimension), q.dtype)
+        output = Output((batch, rows, query_heads * dimension), q.dtype)
         return kernel(inputs, (output,), groups=groups, numbers=(bits, int(causal)), poison=poison)[0]
 
     def launch(
@@ -142,11 +140,11 @@ class AttentionKey:
         return [self.attend(kernel, candidate, inputs, scale=scale, causal=True, poison=poison)]
 
     def reference(self, inputs: Sequence[mx.array]) -> list[mx.array]:
-        """Return plain MLX's causal attention at scale 1/sqrt(D), as [B, L, H, D]."""
+        """Return plain MLX's causal attention at scale 1/sqrt(D), as [B, L, H * D]."""
         q, k, v = inputs
         mask = "causal" if q.shape[2] > 1 else None
         y = mx.fast.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(self.dimension), mask=mask)
-        return [y.transpose(0, 2, 1, 3)]
+        return [y.transpose(0, 2, 1, 3).reshape(*y.shape[::2], -1)]
 
     def example(self, rows: int, seed: int) -> list[mx.array]:
         """Return q, k, v ~ N(0, 1); k and v are slices of a longer cache, as in use."""

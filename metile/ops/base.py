@@ -6,6 +6,8 @@ everywhere and is written as None.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -83,6 +85,21 @@ class OpKey(Protocol):
 
     def dispatch(self, candidate: Any | None) -> dict[str, Any]:
         """Return the entry of ``selected_dispatches`` for a decision, None being plain MLX."""
+
+
+_BUCKET_FIELDS = ("rows", "tokens", "batch")
+
+
+def operation(key: Any) -> tuple[Any, ...]:
+    """Return what the keys of one operation have in common whatever the bucket."""
+    fields = dataclasses.asdict(key).items()
+    return (type(key), *[(name, value) for name, value in fields if name not in _BUCKET_FIELDS])
+
+
+def buckets_apart(a: OpKey, b: OpKey) -> float:
+    """Return how far the buckets of two keys of one operation stand apart, in doublings."""
+    ratios = (getattr(a, name, 1) / getattr(b, name, 1) for name in _BUCKET_FIELDS)
+    return sum(abs(math.log2(ratio)) for ratio in ratios)
 
 
 def count_reasons(reasons: Sequence[str]) -> dict[str, int]:

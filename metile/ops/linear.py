@@ -94,9 +94,7 @@ class LinearKey:
 
     def subject(self) -> str:
         """Return the key as one line."""
-        return (
-            f"{self.family}[{self.epilogue}] rows={self.rows} n={self.outputs} k={self.inputs} {self.dtype}"
-        )
+        return f"{self.family}[{self.epilogue}] rows={self.rows} n={self.outputs} k={self.inputs} {self.dtype}"
 
     def space(self, limits: Limits) -> list[LinearTile]:
         """Return the admissible candidates, the untuned default first."""
@@ -134,7 +132,8 @@ class LinearKey:
             )
         body = f"""const Matrix<const {t}> weights[] = {{{matrices}}};
   {call}(matrix<const {t}>(x), weights, matrix<{t}>(y), {_BUILDERS[self.epilogue].format(t=t)}, {tail});"""
-        name = f"linear_{self.epilogue}_{self.dtype}_{c.program}_bm{c.block_m}_bn{c.block_n}_wm{c.wm}_wn{c.wn}_ku{c.k_unroll}"
+        tile = f"bm{c.block_m}_bn{c.block_n}_wm{c.wm}_wn{c.wn}_ku{c.k_unroll}"
+        name = f"linear_{self.epilogue}_{self.dtype}_{c.program}_{tile}"
         return KernelSource(
             name, "linear.metal", body, ("x", *weights, *extra), ("y",), ("outer_k", "schedule"), scratch
         )
@@ -249,10 +248,7 @@ def _matrix_fault(key: LinearKey, tile: LinearTile, limits: Limits) -> str | Non
     elif key.operands * tile_n * tile_m // limits.lanes + tile_m // limits.lanes + 1 > limits.registers:
         return "accumulators do not fit the registers"
     depth = _whole(tile.outer_k or key.inputs, 2 * limits.lanes)
-    if (
-        4 * (key.operands * tile.block_n * (tile.block_m + 16) + tile.block_m * depth)
-        > limits.threadgroup_bytes
-    ):
+    if 4 * (key.operands * tile.block_n * (tile.block_m + 16) + tile.block_m * depth) > limits.threadgroup_bytes:
         return "a block does not fit threadgroup memory"
     return None
 
@@ -270,11 +266,7 @@ def _distance(key: LinearKey, tile: LinearTile, limits: Limits) -> tuple[float, 
     few_rows = key.rows <= 4 or (key.rows <= _ROWS_AT_ONCE and key.dtype not in limits.tile_dtypes)
     accumulators = tile.block_n // tile.wn * (tile.block_m // tile.wm)
     block = abs(math.log2(tile.block_n / (64 if tile.program == "rows" else 128)))
-    tall = (
-        abs(math.log2(tile.block_m / min(128, _whole(key.rows, limits.lanes))))
-        if tile.program == "matrix"
-        else 0
-    )
+    tall = abs(math.log2(tile.block_m / min(128, _whole(key.rows, limits.lanes)))) if tile.program == "matrix" else 0
     schedule = 0 if tile.schedule in ("linear", "grouped2") else 1
     preferred = (tile.program == "rows") == few_rows
     return (

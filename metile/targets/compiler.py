@@ -56,9 +56,7 @@ class Compiler:
 
 def _version(command: tuple[str, ...]) -> str | None:
     try:
-        done = subprocess.run(
-            [*command, "--version"], capture_output=True, text=True, timeout=60, check=False
-        )
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None

@@ -163,9 +163,7 @@ class CpuKernel:
             raise mismatch(self.source.name, expected, f"shape {array.shape}")
         return mx.contiguous(array)
 
-    def _describe(
-        self, outputs: Sequence[Output], groups: int, numbers: Sequence[int], poison: bool
-    ) -> _Launch:
+    def _describe(self, outputs: Sequence[Output], groups: int, numbers: Sequence[int], poison: bool) -> _Launch:
         source = self.source
         if len(numbers) != len(source.numbers):
             raise mismatch(source.name, f"numbers {source.numbers}", tuple(numbers))

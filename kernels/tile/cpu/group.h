@@ -62,12 +62,11 @@ inline Heads<T> heads(const metile::Array& a) {
                   a.shape[1], a.shape[2], a.shape[3]};
 }
 
-// The same of an array [batch, rows, heads, columns].
+// The same of an array [batch, rows, count * columns], a row of which holds the rows of all heads.
 template <typename T>
-inline Heads<T> heads_inside(const metile::Array& a) {
-  const long size = sizeof(T);
-  return Heads<T>{static_cast<T*>(a.data), a.strides[0] / size, a.strides[2] / size, a.strides[1] / size,
-                  a.shape[2], a.shape[1], a.shape[3]};
+inline Heads<T> heads_inside(const metile::Array& a, long count) {
+  const long size = sizeof(T), columns = a.shape[2] / count;
+  return Heads<T>{static_cast<T*>(a.data), a.strides[0] / size, columns, a.strides[1] / size, count, a.shape[1], columns};
 }
 
 // All leading axes of an array folded into the rows of a matrix; the host has seen that they fold.
