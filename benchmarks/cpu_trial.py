@@ -46,7 +46,7 @@ class Effort:
     """
 
     candidates: int = 36
-    search_seconds: float = 3.0
+    search_seconds: float = 2.0
     finalists: int = 5
     rounds: int = 7
     sample_seconds: float = 0.004
@@ -185,8 +185,9 @@ def tune(layer: Layer, rows: int) -> Choice:
 
 
 def _timed(layer: Layer, rows: int, candidate: LinearTile, kernel: Kernel) -> float:
-    work = layer.work(rows, candidate, kernel)
-    return sample(work, layer.repeats(work))
+    work, enough = layer.work(rows, candidate, kernel), layer.effort.sample_seconds
+    once = sample(work)  # verification has warmed it up
+    return once if once >= enough else sample(work, math.ceil(enough / once))
 
 
 def _search_record(
