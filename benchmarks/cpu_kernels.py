@@ -147,7 +147,7 @@ def benchmark(work: Sequence[tuple[Shape, Sequence[int]]], target: CpuTarget, ef
 def tables(run: Run) -> Iterator[Table]:
     """Yield a table a model: a line for each layer and number of rows, with its shares of stream and limit."""
     for model, points in itertools.groupby(run.points, key=lambda point: point.model):
-        table = Table(title=model, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=model, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("layer")
         for name in ("rows", "GB/s", "GFLOP/s", "stream", "limit", "bound by", "vs MLX"):
             table.add_column(name, justify="right", no_wrap=True, min_width=9 if name == "bound by" else len(name))
