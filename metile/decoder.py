@@ -1,12 +1,13 @@
 """What a decoder layer computes, told by numbers: attention over four linears, and the pre-norm layer around it.
 
 Both are written out here in plain MLX, with one hole each: where attention happens, and where the residual is added.
-A module is taken for one of them only if it gives the same numbers, without a cache and with one; the patched
-module then runs the form written here with kernels in the holes.
+A module is taken for one of them only if it gives the same numbers, without a cache, with one, and at positions that
+lie far back in a context; the patched module then runs the form written here with kernels in the holes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,19 @@ Feed = Callable[[mx.array, mx.array], mx.array]
 
 _TOLERANCE = 1e-4  # of a row's norm: the same operations in the same order differ by nothing at all
 _PREFIX, _MORE = 3, 2  # positions of the check: a prefix, and more over its cache
+_FAR = 1 << 20  # some models scale queries by their position, but only past the context they were trained on
+
+
+class _FarCache(KVCache):  # type: ignore[misc]
+    """An empty cache that counts its positions from `_FAR`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = _FAR
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.offset += keys.shape[2]
+        return keys, values
 
 
 @dataclass(frozen=True)
@@ -120,13 +134,18 @@ def arrange_attention(
         return None
     q, k, v, o = (name for name, _ in linears)
     q_norm, k_norm = norms or (None, None)
+    weight = linears[0][1]["weight"]
+
+    def fits(layout: AttentionLayout) -> bool:
+        form = functools.partial(attention, module, layout, attend=plain_attend)
+        return _same(module, form, weight.shape[1], weight.dtype)
+
     for heads, shared, dimension, scale in _numbers(module, shapes[0][0], shapes[1][0]):
         layout = AttentionLayout(
             q, k, v, o, ropes[0] if ropes else None, q_norm, k_norm, heads, shared, dimension, scale
         )
-        form = functools.partial(attention, module, layout, attend=plain_attend)
-        if _same(module, form):
-            return layout
+        if fits(layout):  # weights of zeros fit any numbers, and so tell nothing
+            return None if fits(dataclasses.replace(layout, scale=2 * scale)) else layout
     return None
 
 
@@ -164,22 +183,14 @@ def _numbers(module: nn.Module, q_rows: int, k_rows: int) -> Iterator[tuple[int,
                 yield heads, shared, dimension, scale
 
 
-def _same(
-    module: nn.Module,
-    form: Callable[[mx.array, Any, Any], mx.array],
-    width: int | None = None,
-    dtype: mx.Dtype | None = None,
-) -> bool:
-    """Return whether a module gives what `form` gives on random rows, without a cache and over one."""
-    if width is None or dtype is None:
-        weight = next(child["weight"] for child in module.children().values() if "weight" in child)
-        width, dtype = weight.shape[-1], weight.dtype
+def _same(module: nn.Module, form: Callable[[mx.array, Any, Any], mx.array], width: int, dtype: mx.Dtype) -> bool:
+    """Return whether a module gives what `form` gives on random rows, without a cache and over each of two."""
     plain = plain_class(module).__call__
     x = (4 * mx.random.normal((1, _PREFIX + _MORE, width), key=mx.random.key(7))).astype(dtype)
-    caches = KVCache(), KVCache()
+    near, far = (KVCache(), KVCache()), (_FarCache(), _FarCache())
     try:
-        for rows, cached in ((x, False), (x[:, :_PREFIX], True), (x[:, _PREFIX:], True)):
-            mine, theirs = caches if cached else (None, None)
+        for rows, caches in ((x, (None, None)), (x[:, :_PREFIX], near), (x[:, _PREFIX:], near), (x, far)):
+            mine, theirs = caches
             if not _close(plain(module, rows, "causal", theirs), form(rows, "causal", mine)):
                 return False
     except Exception:  # whatever a foreign module raises on this input, it is not of the form

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from metile.decoder import arrange_attention, arrange_layer
-from metile.instances import plain_class
+from metile.instances import STATE, plain_class
 from metile.ops.attention import AttentionKey
 from metile.ops.base import OpKey, dtype_name
 from metile.ops.linear import LinearKey
@@ -173,7 +173,8 @@ def attention(path: str, module: nn.Module, survey: Survey) -> Site | Declined |
         return Declined(path, "attention of a form that is not known")
     dtype = dtype_name(linears[0][1]["weight"].dtype) or ""
     op = AttentionKey(1, 0, layout.heads, layout.key_value_heads, layout.dimension, dtype)
-    return Site(path, module, "attention", "attention", {"attention": op}, {"q": layout.q}, layout)
+    parts, fixed = {"q": layout.q}, _numbers(module)
+    return Site(path, module, "attention", "attention", {"attention": op}, parts, layout, fixed=fixed)
 
 
 def decoder_layer(path: str, module: nn.Module, survey: Survey) -> Site | Declined | None:
@@ -198,7 +199,8 @@ def decoder_layer(path: str, module: nn.Module, survey: Survey) -> Site | Declin
     down = _plain_down(module[layout.mlp], survey)
     if down is not None:
         ops["down"] = dataclasses.replace(linear_op(down), epilogue="residual")
-    return Site(path, module, "decoder_layer", "graph_fusion", ops, {"norm": layout.second_norm}, layout)
+    parts = {"second_norm": layout.second_norm, "first_norm": layout.first_norm}
+    return Site(path, module, "decoder_layer", "graph_fusion", ops, parts, layout, fixed=_numbers(module))
 
 
 def _plain_down(mlp: nn.Module, survey: Survey) -> nn.Module | None:
@@ -210,12 +212,18 @@ def _plain_down(mlp: nn.Module, survey: Survey) -> nn.Module | None:
     return None if layout is None or "bias" in linears[layout[2]] else linears[layout[2]]
 
 
+def _numbers(module: nn.Module) -> dict[str, int | float]:
+    """Return the numbers that a module holds, such as heads and scales."""
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
+
+
 def _kind(what: str, module: nn.Module, children: Iterable[tuple[str, nn.Module]]) -> tuple[object, ...]:
     """Return what layers of a stack have in common when they differ in the values of their weights alone."""
-    numbers = tuple(sorted((n, v) for n, v in vars(module).items() if isinstance(v, int | float | str)))
+    own = {name: value for name, value in vars(module).items() if name not in (STATE, "_no_grad")}
+    attributes = tuple(sorted((name, repr(value)) for name, value in own.items()))
     inner = tuple(
         (name, plain_class(part), repr(part), tuple(a.shape for a in arrays_of(part).values()))
         for root, child in children
         for name, part in [(root, child), *children_of(child)]
     )
-    return (what, plain_class(module), numbers, inner)
+    return (what, plain_class(module), attributes, inner)

@@ -24,6 +24,8 @@ from metile.tracing import is_traced
 # Targets whose kernels run when they are called; those of the others are nodes of MLX's graph.
 EAGER_TARGETS = frozenset({"cpu"})
 
+TRACED = "a transformation traces its input"  # why plain MLX ran
+
 
 class Entry:
     """A kernel ready to run one key, and how often it did."""
@@ -142,6 +144,7 @@ class State:
     )
 
     method = "__call__"  # what the patch replaces
+    reads_input = True  # whether a kernel reads the very array that the module is called with
 
     def __init__(self, site: Site, runtime: Runtime) -> None:
         plain = plain_class(site.module)
@@ -180,12 +183,16 @@ class State:
                 entries = self.entries[rows] = self._resolve(rows)
             if isinstance(entries, str):
                 reason = entries
-            elif is_traced(x):
-                reason = "a transformation traces its input"
+            elif self.reads_input and is_traced(x):
+                reason = TRACED
             else:
                 return entries
         self.runtime.passed[self.feature, reason] += 1
         return None
+
+    def runs(self, module: Any) -> bool:
+        """Return whether `module` is patched by this state, and neither disabled nor failed."""
+        return type(module) is self.cls
 
     def fail(self, module: nn.Module, error: Exception) -> None:
         """Leave the module to plain MLX from now on."""

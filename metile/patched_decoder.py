@@ -14,14 +14,19 @@ from metile import decoder
 from metile.instances import state_of
 from metile.ops.attention import AttentionKey, token_bucket
 from metile.ops.base import DTYPES
-from metile.patched import Entry, MlpState, Runtime, State
+from metile.patched import TRACED, Entry, MlpState, Runtime, State
 from metile.sites import Site
+from metile.tracing import is_traced
+
+# By the number of positional arguments, which of x, mask and cache may come by name.
+_NAMED = (frozenset[str](), frozenset(("mask", "cache")), frozenset(("cache",)), frozenset[str]())
 
 
 class DecoderState(State):
     """A module called with x, a mask and a cache."""
 
     __slots__ = ("layout",)
+    reads_input = False
 
     def __init__(self, site: Site, runtime: Runtime) -> None:
         super().__init__(site, runtime)
@@ -29,11 +34,14 @@ class DecoderState(State):
 
     def call(self, module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """See `State.call`."""
-        if 1 <= len(arguments) <= 3 and named.keys() <= {"mask", "cache"}:
-            x = arguments[0]
+        if 1 <= len(arguments) <= 3 and named.keys() <= _NAMED[len(arguments)]:
+            x, entries = arguments[0], None
             mask = arguments[1] if len(arguments) > 1 else named.get("mask")
             cache = arguments[2] if len(arguments) > 2 else named.get("cache")
-            entries = self.ready(module, x) if len(getattr(x, "shape", ())) == 3 else None
+            try:
+                entries = self.ready(module, x) if len(getattr(x, "shape", ())) == 3 else None
+            except Exception as error:
+                self.fail(module, error)
             if entries is not None:
                 return self.decode(module, x, entries, mask, cache)
         return self.plain(module, *arguments, **named)
@@ -61,20 +69,22 @@ class AttentionState(DecoderState):
         return decoder.attention(module, self.layout, x, mask, cache, attend=self._attend)
 
     def _attend(self, q: Any, k: Any, v: Any, scale: float, mask: Any, cache: Any) -> mx.array:
-        entry = self._kernel(q, k, v, mask)
-        if isinstance(entry, str):
-            self.runtime.passed[self.feature, entry] += 1
-            return decoder.plain_attend(q, k, v, scale, mask, cache)
-        mx.eval(q, k, v)  # together: one by one they would wake MLX's thread three times
-        key = entry.key
-        assert isinstance(key, AttentionKey)
         try:
-            y = key.attend(entry.kernel, entry.candidate, (q, k, v), scale=scale, causal=mask == "causal")
+            entry = self._kernel(q, k, v, mask)
+            if isinstance(entry, Entry):
+                return self._launch(entry, (q, k, v), scale, mask == "causal")
+            self.runtime.passed[self.feature, entry] += 1
         except Exception as error:
             module = self.module()
             if module is not None:
                 self.fail(module, error)
-            return decoder.plain_attend(q, k, v, scale, mask, cache)
+        return decoder.plain_attend(q, k, v, scale, mask, cache)
+
+    def _launch(self, entry: Entry, inputs: tuple[mx.array, ...], scale: float, causal: bool) -> mx.array:
+        key = entry.key
+        assert isinstance(key, AttentionKey)
+        mx.eval(inputs)  # together: one by one they would wake MLX's thread three times
+        y = key.attend(entry.kernel, entry.candidate, inputs, scale=scale, causal=causal)
         entry.engaged += 1
         return y
 
@@ -94,48 +104,70 @@ class AttentionState(DecoderState):
         place = length, token_bucket(tokens)
         if place not in self.kernels:
             self.kernels[place] = self.runtime.entry(self.feature, op, length, tokens)
-        return self.kernels[place]
+        traced = is_traced(q) or is_traced(k) or is_traced(v)  # one without the others: a cache, or weights of one
+        return TRACED if traced else self.kernels[place]
 
 
 class LayerState(DecoderState):
     """A pre-norm layer: the first sum and its norm in one kernel, the second sum in the way down's epilogue."""
 
-    __slots__ = ()
+    __slots__ = ("eps",)
+
+    def __init__(self, site: Site, runtime: Runtime) -> None:
+        super().__init__(site, runtime)
+        self.eps = site.module[self.layout.second_norm].eps
+
+    def changed(self, module: Any) -> str | None:
+        """See `State.changed`."""
+        reason = super().changed(module)
+        eps = module[self.layout.second_norm].eps if reason is None else self.eps
+        return reason if eps == self.eps else "its eps was changed"
 
     def decode(self, module: Any, x: mx.array, entries: tuple[Any, ...], mask: Any, cache: Any) -> mx.array:
         """See `DecoderState.decode`."""
-        norm = module[self.layout.second_norm]
         add_norm, *down = entries
+        return decoder.layer(
+            module,
+            self.layout,
+            x,
+            mask,
+            cache,
+            lambda x, branch: self._add_norm(module, x, branch, add_norm),
+            lambda normed, h: self._feed(module, normed, h, down[0] if down else None),
+        )
 
-        def add_and_norm(x: mx.array, branch: mx.array) -> tuple[mx.array, mx.array]:
-            if isinstance(add_norm, Entry) and branch.shape == x.shape and branch.dtype == x.dtype:
+    def _add_norm(self, module: Any, x: mx.array, branch: mx.array, entry: Entry | str) -> tuple[mx.array, mx.array]:
+        """Return the sum of `x` and `branch`, and its norm."""
+        norm = module[self.layout.second_norm]
+        if isinstance(entry, Entry) and branch.shape == x.shape and branch.dtype == x.dtype:
+            if is_traced(branch):  # and so it is if x is
+                self.runtime.passed[self.feature, TRACED] += 1
+            else:
                 try:
-                    total, normed = add_norm.run_all((x, branch, norm["weight"]))
+                    total, normed = entry.run_all((x, branch, norm["weight"]))
                     return total, normed
                 except Exception as error:
                     self.fail(module, error)
-            h = x + branch
-            return h, norm(h)
+        h = x + branch
+        return h, norm(h)
 
-        def feed(normed: mx.array, h: mx.array) -> mx.array:
-            mlp = module[self.layout.mlp]
-            out = self._down(module, mlp, normed, h, down[0]) if down else None
-            return h + mlp(normed) if out is None else out
-
-        return decoder.layer(module, self.layout, x, mask, cache, add_and_norm, feed)
-
-    def _down(self, module: Any, mlp: Any, normed: mx.array, h: mx.array, entry: Entry | str) -> mx.array | None:
-        """Return h + mlp(normed) by the kernels of a patched SwiGLU block, or None where they do not fit."""
+    def _feed(self, module: Any, normed: mx.array, h: mx.array, entry: Entry | str | None) -> mx.array:
+        """Return h + mlp(normed): by the kernels of a patched SwiGLU block, where they fit."""
+        mlp = module[self.layout.mlp]
         state = state_of(mlp)
-        if isinstance(entry, str) or not isinstance(state, MlpState) or type(mlp) is not state.cls:
-            return None
-        entries = state.ready(mlp, normed)
-        if entries is None or isinstance(entries[0], str):
-            return None
+        if not isinstance(entry, Entry) or not isinstance(state, MlpState) or not state.runs(mlp):
+            return h + mlp(normed)  # type: ignore[no-any-return]
         try:
-            hidden = state.hidden(mlp, normed, entries[0])
-            down = mlp[state.parts[2].name]
+            entries = state.ready(mlp, normed)
+            hidden = None if entries is None else state.hidden(mlp, normed, entries[0])
+        except Exception as error:
+            state.fail(mlp, error)
+            hidden = None
+        if hidden is None:
+            return h + state.plain(mlp, normed)  # type: ignore[no-any-return]
+        down = mlp[state.parts[2].name]
+        try:
             return entry.run((hidden, down["weight"], h))
         except Exception as error:
             self.fail(module, error)
-            return None
+        return h + down(hidden)  # type: ignore[no-any-return]

@@ -121,7 +121,7 @@ def test_a_part_may_be_patched_before_the_whole() -> None:
     assert not part.applied
     part.restore()
     assert_close(model(tokens(1, 1)), tiny()(tokens(1, 1)))
-    assert len(whole.kept) == 16
+    assert len(whole.kept) == 18
     whole.restore()
     assert classes(model) == before
 
@@ -245,8 +245,10 @@ def test_patch_takes_a_plan() -> None:
     plan = plan_for(model)
     with metile.patch(model, plan=plan) as handle:
         assert handle.plan == plan
-        assert str(handle).startswith("metile runs kernels in 16 modules: dense_mlp (2), rms_norm (5)")
-        assert repr(handle).startswith("<Handle: metile runs kernels in 16 modules")
+        assert str(handle).startswith(
+            "metile runs kernels in 18 modules: dense_mlp (2), graph_fusion (2), rms_norm (5), dense_projections (9)"
+        )
+        assert repr(handle).startswith("<Handle: metile runs kernels in 18 modules")
 
 
 def test_a_handle_that_changed_nothing_says_why() -> None:
