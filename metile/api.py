@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Literal, get_args
 
 import mlx.nn as nn
@@ -11,7 +10,10 @@ from metile.dispatch import Plan
 from metile.errors import MetileError, mismatch, wrong_type
 from metile.handle import Handle
 from metile.patch import apply
+from metile.plans import cached_plan
+from metile.quick import quick_plan
 from metile.targets import choose_target
+from metile.toolchain import ensure_compile
 
 Tune = Literal["cached", "quick", "never"]
 
@@ -48,13 +50,15 @@ def patch(model: nn.Module, *, plan: Plan | None = None, tune: Tune = "cached") 
 
 def _tuned(model: nn.Module, tune: Tune) -> tuple[Plan | None, str]:
     """Return the plan that `tune` asks for, or None and why there is none."""
-    if tune == "never":
-        return None, "no plan was given, and none was asked for"
-    source = getattr(importlib.import_module("metile.plans"), f"{tune}_plan", None)
-    if source is None:
-        return None, f"there is no way yet to a {tune} plan"
     try:
         target = choose_target()
     except MetileError as error:
         return None, str(error)
-    return source(model, target), f"there is no {tune} plan for this model; python -m metile.tune makes one"
+    if tune != "quick":
+        plan = cached_plan(model, target)
+        if plan is not None:
+            return plan, ""
+        if tune == "never":
+            return None, "no plan is kept for this model on this machine; python -m metile.tune makes one"
+    ensure_compile()
+    return quick_plan(model, target)

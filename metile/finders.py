@@ -220,6 +220,7 @@ def _numbers(module: nn.Module) -> dict[str, int | float]:
 def _kind(what: str, module: nn.Module, children: Iterable[tuple[str, nn.Module]]) -> tuple[object, ...]:
     """Return what layers of a stack have in common when they differ in the values of their weights alone."""
     own = {name: value for name, value in vars(module).items() if name not in (STATE, "_no_grad")}
+    own |= {name: value for name, value in module.items() if not isinstance(value, nn.Module | mx.array)}
     attributes = tuple(sorted((name, repr(value)) for name, value in own.items()))
     inner = tuple(
         (name, plain_class(part), repr(part), tuple(a.shape for a in arrays_of(part).values()))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from metile.dispatch import FEATURES, Plan
@@ -112,6 +113,11 @@ class Handle:
             self._states.clear()
             for name in [name for name, (_, handle) in _handles.items() if handle is self]:
                 del _handles[name]
+
+    def weights(self) -> list[mx.array]:
+        """Return the weight matrices that kernels read, each once."""
+        held = (part.weight() for state in self._states for part in state.parts)
+        return list({id(weight): weight for weight in held if weight is not None and weight.ndim > 1}.values())
 
     def engaged(self) -> dict[str, int]:
         """Return how many kernels each feature of the plan launched."""

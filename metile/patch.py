@@ -49,6 +49,7 @@ def apply(model: nn.Module, plan: Plan, target: Target, *, found: Found | None =
         handle = _patch(plan, target, found or find(model))
         if handle:
             remember(model, handle)
+            target.prepare(handle.weights())
         return handle
 
 

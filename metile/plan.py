@@ -10,6 +10,7 @@ from statistics import median
 import mlx.core as mx
 import mlx.nn as nn
 
+from metile import verify
 from metile.dispatch import FEATURES, Plan
 from metile.patch import apply
 from metile.report_rules import Sample
@@ -143,3 +144,23 @@ def paired_generations(
 def samples_of(pairs: Sequence[tuple[Generation, Generation]]) -> tuple[list[Sample], list[Sample]]:
     """Return the figures of both sides of `pairs`."""
     return [plain.sample for plain, _ in pairs], [ours.sample for _, ours in pairs]
+
+
+def judge_plan(model: nn.Module, plan: Plan, target: Target, tokens: Sequence[int]) -> verify.Verdict:
+    """Judge a plan by the logits of a prompt's prefix and of its last token, and by a float32 run of the same weights.
+
+    Args:
+        model: the unpatched model.
+        plan: what to judge.
+        target: what runs the kernels.
+        tokens: at least two token ids.
+    """
+    reference = verify.logits(model, tokens)
+    exact = verify.float32_logits(model, tokens)
+    with apply(model, plan, target) as handle:
+        handle.reset_engaged()
+        actual = verify.logits(model, tokens)
+        engaged = handle.engaged()
+    return verify.judge(
+        reference=reference, actual=actual, float32=exact, engaged=engaged, features=sorted(plan.features)
+    )

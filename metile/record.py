@@ -145,6 +145,7 @@ def _additions(tuning: Tuning, seconds: Mapping[str, float]) -> dict[str, Any]:
     }
     if verdict is not None:
         additions["unverified"] = list(verdict.unverified)
+        additions["excused"] = list(verdict.excused)
         additions["float32"] = _float32(verdict)
     return additions
 

@@ -46,6 +46,7 @@ EVEN = 0.005
 """A speedup this close to 1 is shown without colour: nobody would notice it."""
 
 _ORDER = ("decode_speedup", "prefill_speedup", "ttft_speedup", "end_to_end_speedup")
+_MOST_LINES = 12  # of one of our additions; a longer one is for the file
 _PLAIN = {"bits", "group_size", "mode"}
 
 
@@ -67,7 +68,7 @@ def model_tables(model: ModelReport) -> list[RenderableType]:
 def _model_tables(model: ModelReport) -> list[RenderableType]:
     tables: list[RenderableType] = [Rule(Text(model.model, STRONG)), speed_table(model)]
     tables.append(confirmation_view(model.plan_confirmation))
-    tables += [plan_table(model), dispatch_table(model), verification_view(model.verification)]
+    tables += [plan_table(model), dispatch_table(model), verification_view(model.verification, _excused(model))]
     tables += [memory_table(model), machine_table(model)]
     if model.metile:
         tables.append(additions_table("Notes", model.metile))
@@ -168,8 +169,13 @@ def dispatch_table(model: ModelReport) -> Table:
     return _captioned(table, f"not used: {', '.join(unused)}" if unused else "")
 
 
-def verification_view(verification: Verification | None) -> RenderableType:
-    """Show how far the patched model's logits are from plain MLX's, beside what is allowed."""
+def verification_view(verification: Verification | None, excused: Sequence[str] = ()) -> RenderableType:
+    """Show how far the patched model's logits are from plain MLX's, beside what is allowed.
+
+    Args:
+        verification: the record's block.
+        excused: sentences on limits that plain MLX's own rounding exceeds too; they stand below the table.
+    """
     if verification is None:
         return Text("No plan to verify.", QUIET)
     table = _table("Verification", "Logits against plain MLX", "found", "limit", "")
@@ -183,7 +189,7 @@ def verification_view(verification: Verification | None) -> RenderableType:
     for name, limit in VERIFICATION_LIMITS.items():
         value = getattr(verification, name)
         table.add_row(Text(name.replace("_", " ")), Text(f"{value:.3g}"), Text(f"{limit:g}"), _ok(value <= limit))
-    return table
+    return _captioned(table, "\n".join(f"allowed: {sentence}" for sentence in excused))
 
 
 def memory_table(model: ModelReport) -> Table:
@@ -217,7 +223,9 @@ def additions_table(title: str, additions: Mapping[str, JsonValue]) -> Table:
     """Show our own additions, whatever they are."""
     table = _table(title, "What", "value")
     for name, value in additions.items():
-        table.add_row(Text(name), Text("\n".join(_lines(value))))
+        lines = _lines(value)
+        long = len(lines) > _MOST_LINES
+        table.add_row(Text(name), Text(f"{len(lines)} entries, in the file" if long else "\n".join(lines)))
     return table
 
 
@@ -318,6 +326,11 @@ def _bytes(size: int) -> str:
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.0f} bytes" if units[0] == "bytes" else f"{value:.2f} {units[0]}"
+
+
+def _excused(model: ModelReport) -> list[str]:
+    said = (model.metile if "metile" in model.model_fields_set else {}).get("excused")
+    return [str(sentence) for sentence in said] if isinstance(said, list) else []
 
 
 def _many(count: int, noun: str) -> str:

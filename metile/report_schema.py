@@ -8,10 +8,12 @@ It is optional, a free JSON object, and never changes what a key of schema 8 mea
 
 ========== ====================================================================================
 target     ``cpu``, ``cuda`` or ``metal``: what ran the kernels
+chip       the target's own name of the processor, with the instruction set where that is a choice
 plan       ``candidate`` and ``selected``: features that schema 8 has no word for, name to bool
 declined   modules left alone, each with ``module`` and ``reason``
 refused    why there is no plan, in sentences
 unverified features that the fidelity check did not exercise
+excused    limits exceeded where plain MLX's own distance from float32 is of that size too
 float32    ``plan_error`` and ``mlx_error``: distance of each from a float32 run of the same weights
 timing     seconds spent, by phase
 kernels    statistics of compiled kernels and tried candidates

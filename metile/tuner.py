@@ -15,7 +15,7 @@ from metile.cache import PlanCache
 from metile.dispatch import Decision, Plan
 from metile.ops.base import ROW_BUCKETS, OpKey, row_bucket
 from metile.patch import apply
-from metile.plan import PlanSearch, Trial, paired_generations, samples_of, useful_features
+from metile.plan import PlanSearch, Trial, judge_plan, paired_generations, samples_of, useful_features
 from metile.plans import digest_of, save_plan
 from metile.progress import Reporter
 from metile.record import model_record
@@ -26,7 +26,7 @@ from metile.sites import Found
 from metile.store import DecisionStore, machine_key
 from metile.suites import Suite, SuiteModel, Workload
 from metile.targets.base import Target
-from metile.workload import Generation, generate, random_prompt
+from metile.workload import Generation, generate, text_prompt
 
 _WARM_TOKENS = 2
 
@@ -96,13 +96,13 @@ class Tuner:
         reporter = self.reporter
         with reporter.stage("load", spec.id):
             path = hub.resolve(spec, offline=self.offline)
-            model, _ = hub.load(path)
+            model, tokenizer = hub.load(path)
             mx.eval(model.parameters())
         tuning = Tuning(spec, self.workload, self.target, models.find(model))
         cache = PlanCache(digest_of(model))
         if self.fresh:
             cache.clear(machine_key(self.target))
-        prompt = random_prompt(model, self.workload.prompt_tokens, self.workload.seed)
+        prompt = text_prompt(tokenizer, self.workload.prompt_tokens, self.workload.seed)
         self._search(tuning, cache)
         self._plan(tuning, model, prompt)
         self._verify(tuning, model, prompt)
@@ -173,7 +173,7 @@ class Tuner:
             return
         with self.reporter.stage("verify", f"{prompt.shape[0]} tokens against plain MLX and float32"):
             tokens = [int(token) for token in prompt.tolist()]  # type: ignore[union-attr,arg-type]
-            tuning.verdict = verify_plan(model, tuning.candidate, self.target, tokens)
+            tuning.verdict = judge_plan(model, tuning.candidate, self.target, tokens)
         if not tuning.verdict.ok:
             tuning.refused = tuple(tuning.verdict.reasons)
 
@@ -219,26 +219,6 @@ class Tuner:
             self.reporter.update(f"{stage} pair", done, total)
 
         return paired_generations(model, plan, self.target, prompt, self.workload, trials=trials, note=note)
-
-
-def verify_plan(model: nn.Module, plan: Plan, target: Target, tokens: Sequence[int]) -> verify.Verdict:
-    """Judge a plan by the logits of a prompt's prefix and of its last token, and by a float32 run of the same weights.
-
-    Args:
-        model: the unpatched model.
-        plan: what to judge.
-        target: what runs the kernels.
-        tokens: at least two token ids.
-    """
-    reference = verify.logits(model, tokens)
-    exact = verify.float32_logits(model, tokens)
-    with apply(model, plan, target) as handle:
-        handle.reset_engaged()
-        actual = verify.logits(model, tokens)
-        engaged = handle.engaged()
-    return verify.judge(
-        reference=reference, actual=actual, float32=exact, engaged=engaged, features=sorted(plan.features)
-    )
 
 
 def git_revision() -> str | None:

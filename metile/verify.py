@@ -176,6 +176,7 @@ class Verdict:
         plan_error: The plan against the float32 run, where there is one and all is finite.
         plain_error: Plain MLX against it.
         near_tie: A token differed, and the float32 run showed a near-tie each time.
+        excused: Limits that were exceeded where plain MLX's own rounding exceeds them too.
         unverified: Features that the check did not exercise.
     """
 
@@ -186,6 +187,7 @@ class Verdict:
     plain_error: Fidelity | None
     near_tie: bool
     unverified: tuple[str, ...]
+    excused: tuple[str, ...] = ()
 
 
 def judge(
@@ -202,6 +204,13 @@ def judge(
     A plan passes if at every position all logits are finite, the next token is plain MLX's, and divergence
     and errors are within `limits`; if its error against float32 is not much above plain MLX's own; and if
     every one of its features ran.
+
+    **Below the noise.** In 16 bits a deep model amplifies every rounding: exchanging one RMSNorm for another that
+    rounds a single element differently moves the logits of a 30-layer model as far as plain MLX itself stands from
+    float32. A limit below that distance e tells nothing about a plan, and one that computed exactly would fail it. By
+    the triangle inequality a plan no less accurate than plain MLX stands within 2e of it, for the errors, and within
+    4 times plain MLX's divergence, which grows with the square. The allowance is the limit, or that where it is more;
+    what needed it is listed in the verdict, and the rule against float32 below holds without any.
 
     **Near-ties.** Where the plan's next token u is not plain MLX's t, float32 decides. Let e be plain MLX's
     largest logit error against float32 at that position, and g = float32[t] - float32[u]. The flip passes if
@@ -223,19 +232,20 @@ def judge(
         raise mismatch("verify", "logits of the same positions", [len(reference), len(actual)])
     fidelity = compare(mx.stack(list(reference)), mx.stack(list(actual)))
     plan_error = plain_error = None
-    near_tie = False
+    near_tie, excused = False, list[str]()
     reasons = _not_finite({"plan": actual, "plain MLX": reference, "float32 run": float32 or ()})
     if not reasons:
         reasons, near_tie = _token_reasons(reference, actual, float32)
-        reasons += _limit_reasons(fidelity, limits)
         if float32 is not None:
             exact = mx.stack(list(float32))
             plan_error = compare(exact, mx.stack(list(actual)))
             plain_error = compare(exact, mx.stack(list(reference)))
             reasons += _float32_reasons(plan_error, plain_error, limits)
+        refused, excused = _limit_reasons(fidelity, plain_error, limits)
+        reasons += refused
     unverified = tuple(feature for feature in features if engaged.get(feature, 0) <= 0)
     reasons += [f"not exercised: {feature}" for feature in unverified]
-    return Verdict(not reasons, tuple(reasons), fidelity, plan_error, plain_error, near_tie, unverified)
+    return Verdict(not reasons, tuple(reasons), fidelity, plan_error, plain_error, near_tie, unverified, tuple(excused))
 
 
 def _not_finite(runs: Mapping[str, Sequence[mx.array]]) -> list[str]:
@@ -249,13 +259,24 @@ def _not_finite(runs: Mapping[str, Sequence[mx.array]]) -> list[str]:
     return reasons
 
 
-def _limit_reasons(fidelity: Fidelity, limits: Limits) -> list[str]:
+def _limit_reasons(fidelity: Fidelity, noise: Fidelity | None, limits: Limits) -> tuple[list[str], list[str]]:
+    """Return the limits that are exceeded, and those exceeded within plain MLX's own noise; see `judge`."""
     measured = (
-        ("KL divergence", fidelity.kl_divergence, limits.kl),
-        ("mean logit error", fidelity.mean_logit_error, limits.mean),
-        ("max logit error", fidelity.max_logit_error, limits.maximum),
+        ("KL divergence", "kl_divergence", limits.kl, 4.0),
+        ("mean logit error", "mean_logit_error", limits.mean, 2.0),
+        ("max logit error", "max_logit_error", limits.maximum, 2.0),
     )
-    return [f"{name} {value:.3g} is above {limit:g}" for name, value, limit in measured if not value <= limit]
+    refused, excused = [], []
+    for name, field, limit, times in measured:
+        value = getattr(fidelity, field)
+        own = getattr(noise, field) if noise is not None else 0.0
+        if value <= limit:
+            continue
+        if value <= times * own:
+            excused.append(f"{name} {value:.3g} is above {limit:g}, but plain MLX's own against float32 is {own:.3g}")
+        else:
+            refused.append(f"{name} {value:.3g} is above {limit:g}")
+    return refused, excused
 
 
 def _float32_reasons(plan: Fidelity, plain: Fidelity, limits: Limits) -> list[str]:

@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from metile.errors import mismatch
+from metile.files import data_root
 from metile.report_rules import Sample
 from metile.suites import Workload
 
@@ -45,6 +46,24 @@ def vocabulary(model: nn.Module) -> int:
 def random_prompt(model: nn.Module, tokens: int, seed: int) -> mx.array:
     """Return a prompt of random token ids, the same for the same model, length and seed: shape [tokens], int32."""
     prompt = mx.random.randint(0, vocabulary(model), (tokens,), key=mx.random.key(seed)).astype(mx.int32)
+    mx.eval(prompt)
+    return prompt
+
+
+def text_prompt(tokenizer: Any, tokens: int, seed: int) -> mx.array:
+    """Return a prompt of English prose, which a model knows better than random tokens: shape [tokens], int32.
+
+    Args:
+        tokenizer: the model's.
+        tokens: its length; a long one repeats the text.
+        seed: where in the text it begins, in sentences.
+    """
+    sentences = (data_root("suites") / "prompt.txt").read_text().replace("\n\n", " ").strip().split(". ")
+    start = seed % len(sentences)
+    encoded = list(tokenizer.encode(". ".join(sentences[start:] + sentences[:start]) + " "))
+    if not encoded:
+        raise mismatch("prompt", "a tokenizer that knows some of the text", "no tokens")
+    prompt = mx.array((encoded * (tokens // len(encoded) + 1))[:tokens], mx.int32)
     mx.eval(prompt)
     return prompt
 

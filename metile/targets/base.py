@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,6 +98,9 @@ class Target(Protocol):
 
     def chip(self) -> str:
         """Return the processor's name, with the instruction set where that is a choice."""
+
+    def prepare(self, weights: Iterable[mx.array]) -> int:
+        """Do what makes streaming these weights faster without copying them; return the bytes concerned."""
 
     def compile(self, source: KernelSource) -> Kernel:
         """Compile a kernel, or find it compiled.
