@@ -43,7 +43,9 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _NO_TIE = {"gemma2", "gemma3_text"}
 
 
-def tiny(kind: str = "llama", dtype: mx.Dtype = mx.float32, *, tied: bool = False, seed: int = 0, **changes: Any) -> Any:
+def tiny(
+    kind: str = "llama", dtype: mx.Dtype = mx.float32, *, tied: bool = False, seed: int = 0, **changes: Any
+) -> Any:
     """Return a model that is ready for inference, with weights of a scale that makes logits differ."""
     module = importlib.import_module(f"mlx_lm.models.{kind}")
     arguments = _COMMON | {"model_type": kind} | _EXTRA.get(kind, {}) | changes
