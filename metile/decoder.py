@@ -23,6 +23,10 @@ from metile.instances import plain_class
 
 # q [B, H, L, D], k and v [B, H_kv, S, D], scale, mask, cache -> [B, L, H * D]
 Attend = Callable[[mx.array, mx.array, mx.array, float, Any, Any], mx.array]
+# q [B, L, H * D], k and v [B, L, H_kv * D]
+Projected = tuple[mx.array, mx.array, mx.array]
+# an attention module, its layout, its projections, its cache -> q, k and v turned, k and v [B, H_kv, L, D]
+Turn = Callable[[Any, "AttentionLayout", Projected, Any], Projected]
 # x, its residual branch -> their sum, and the norm of the sum
 AddNorm = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 # the norm of the sum, the sum -> the layer's output
@@ -78,20 +82,35 @@ def plain_attend(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any,
     return y.transpose(0, 2, 1, 3).reshape(q.shape[0], q.shape[2], -1)  # type: ignore[no-any-return]
 
 
-def attention(module: Any, layout: AttentionLayout, x: mx.array, mask: Any, cache: Any, *, attend: Attend) -> mx.array:
-    """Return o(attend(rope(norm(q(x))), ...)), x and the result [B, L, hidden]."""
-    batch, length, _ = x.shape
+def plain_turn(module: Any, layout: AttentionLayout, projected: Projected, cache: Any) -> Projected:
+    """Return normed and turned q and k, and v, as [B, heads, L, D], from rows as the projections give them."""
+    batch, length, _ = projected[0].shape
+    heads = (layout.heads, layout.key_value_heads, layout.key_value_heads)
+    norms = (layout.q_norm, layout.k_norm, None)
 
-    def split(name: str, norm: str | None, heads: int) -> mx.array:
-        y = module[name](x).reshape(batch, length, heads, layout.dimension)
-        return (module[norm](y) if norm else y).transpose(0, 2, 1, 3)  # type: ignore[no-any-return]
+    def split(y: mx.array, count: int, norm: str | None) -> mx.array:
+        y = y.reshape(batch, length, count, layout.dimension)
+        return (module[norm](y) if norm else y).transpose(0, 2, 1, 3)
 
-    q = split(layout.q, layout.q_norm, layout.heads)
-    k = split(layout.k, layout.k_norm, layout.key_value_heads)
-    v = split(layout.v, None, layout.key_value_heads)
+    q, k, v = (split(*parts) for parts in zip(projected, heads, norms, strict=True))
     if layout.rope is not None:
         rope, offset = module[layout.rope], 0 if cache is None else cache.offset
         q, k = rope(q, offset=offset), rope(k, offset=offset)
+    return q, k, v
+
+
+def attention(
+    module: Any,
+    layout: AttentionLayout,
+    x: mx.array,
+    mask: Any,
+    cache: Any,
+    *,
+    attend: Attend,
+    turn: Turn = plain_turn,
+) -> mx.array:
+    """Return o(attend(turn(q(x), k(x), v(x)), ...)), x and the result [B, L, hidden]."""
+    q, k, v = turn(module, layout, (module[layout.q](x), module[layout.k](x), module[layout.v](x)), cache)
     if cache is not None:
         k, v = cache.update_and_fetch(k, v)
     return module[layout.o](attend(q, k, v, layout.scale, mask, cache))  # type: ignore[no-any-return]

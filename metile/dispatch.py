@@ -10,14 +10,20 @@ from metile.ops.attention import AttentionKey, AttentionTile
 from metile.ops.base import OpKey
 from metile.ops.linear import LinearKey, LinearTile
 from metile.ops.norm import NormKey, NormTile
+from metile.ops.rope import RopeKey, RopeTile
 
 # The plan features of schema v8, and our own where it has no word.
 V8_FEATURES = ("affine_prefill", "attention", "dense_mlp", "graph_fusion", "quantized_mlp", "rms_norm")
 OWN_FEATURES = ("dense_projections",)
 FEATURES = V8_FEATURES + OWN_FEATURES
 
-_CANDIDATES: dict[type, type] = {LinearKey: LinearTile, NormKey: NormTile, AttentionKey: AttentionTile}
-_KEYS: dict[str, type] = {"linear": LinearKey, "norm": NormKey, "attention": AttentionKey}
+_CANDIDATES: dict[type, type] = {
+    LinearKey: LinearTile,
+    NormKey: NormTile,
+    AttentionKey: AttentionTile,
+    RopeKey: RopeTile,
+}
+_KEYS: dict[str, type] = {"linear": LinearKey, "norm": NormKey, "attention": AttentionKey, "rope": RopeKey}
 
 
 def _choice_to_json(key: OpKey, candidate: Any | None) -> dict[str, Any]:

@@ -10,12 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from metile.decoder import arrange_attention, arrange_layer
+from metile.decoder import AttentionLayout, arrange_attention, arrange_layer
 from metile.instances import STATE, plain_class
 from metile.ops.attention import AttentionKey
 from metile.ops.base import OpKey, dtype_name
 from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
+from metile.ops.rope import RopeKey
+from metile.rotary import turns_halves
 from metile.sites import Declined, Site, Survey, arrays_of, children_of, is_weighted
 from metile.swiglu import arrange_swiglu, is_fused_swiglu
 
@@ -167,14 +169,23 @@ def attention(path: str, module: nn.Module, survey: Survey) -> Site | Declined |
         return None
     kind = _kind("attention", module, children)
     if kind not in survey.verdicts:
-        survey.verdicts[kind] = arrange_attention(module, linears, others)
-    layout = survey.verdicts[kind]
+        layout = arrange_attention(module, linears, others)
+        survey.verdicts[kind] = layout, layout is not None and _turns(module, layout)
+    layout, turned = survey.verdicts[kind]
     if layout is None:
         return Declined(path, "attention of a form that is not known")
     dtype = dtype_name(linears[0][1]["weight"].dtype) or ""
-    op = AttentionKey(1, 0, layout.heads, layout.key_value_heads, layout.dimension, dtype)
-    parts, fixed = {"q": layout.q}, _numbers(module)
-    return Site(path, module, "attention", "attention", {"attention": op}, parts, layout, fixed=fixed)
+    shape = layout.heads, layout.key_value_heads, layout.dimension, dtype
+    ops: dict[str, OpKey] = {"attention": AttentionKey(1, 0, *shape)}
+    if turned:
+        ops["rope"] = RopeKey(1, *shape)
+    return Site(path, module, "attention", "attention", ops, {"q": layout.q}, layout)
+
+
+def _turns(module: Any, layout: AttentionLayout) -> bool:
+    """Return whether a table stands for the rope of an attention module, with nothing before it."""
+    plain = layout.rope is not None and layout.q_norm is None
+    return plain and turns_halves(module[layout.rope], layout.dimension)
 
 
 def decoder_layer(path: str, module: nn.Module, survey: Survey) -> Site | Declined | None:

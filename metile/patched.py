@@ -17,6 +17,7 @@ import mlx.nn as nn
 from metile.dispatch import Plan
 from metile.instances import STATE, patched_class, plain_class, swap
 from metile.ops.base import OpKey, buckets_apart, operation
+from metile.rotary import rope_table
 from metile.sites import Declined, Site, key_at
 from metile.targets.base import Kernel, Target
 from metile.tracing import is_traced
@@ -76,6 +77,7 @@ class Runtime:
     def __init__(self, plan: Plan, target: Target) -> None:
         self.plan, self.target = plan, target
         self.entries: dict[tuple[str, OpKey], Entry] = {}
+        self.tables: dict[Any, mx.array] = {}
         self.passed: Counter[tuple[str, str]] = Counter()
         self.failed: list[Declined] = []
 
@@ -88,6 +90,13 @@ class Runtime:
         if place not in self.entries:
             self.entries[place] = Entry(*picked, self.target.compile(picked[0].source(picked[1])))
         return self.entries[place]
+
+    def table(self, kind: Any, rope: Any, positions: int, dimension: int) -> mx.array:
+        """Return the table of a rope module for at least so many positions; layers of one kind share it."""
+        table = self.tables.get(kind)
+        if table is None or table.shape[0] < positions:
+            table = self.tables[kind] = rope_table(rope, positions, dimension)
+        return table
 
 
 class Part:

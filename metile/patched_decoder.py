@@ -9,17 +9,23 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from metile import decoder
 from metile.instances import state_of
 from metile.ops.attention import AttentionKey, token_bucket
 from metile.ops.base import DTYPES
 from metile.patched import TRACED, Entry, MlpState, Runtime, State
+from metile.rotary import rope_kind
 from metile.sites import Site
 from metile.tracing import is_traced
 
 # By the number of positional arguments, which of x, mask and cache may come by name.
 _NAMED = (frozenset[str](), frozenset(("mask", "cache")), frozenset(("cache",)), frozenset[str]())
+
+
+# Caches whose offset is one number for all sequences, and which keep k and v as they are given.
+_CACHES = (type(None), KVCache, RotatingKVCache)
 
 
 class DecoderState(State):
@@ -54,11 +60,13 @@ class DecoderState(State):
 class AttentionState(DecoderState):
     """Attention: plain projections, rope and cache, which may be patched themselves, around one kernel."""
 
-    __slots__ = ("kernels", "op")
+    __slots__ = ("kernels", "op", "rope", "rope_kind")
 
     def __init__(self, site: Site, runtime: Runtime) -> None:
         super().__init__(site, runtime)
-        self.op = self.ops[0]
+        self.op: Any = self.ops[0]
+        self.rope = self.ops[1] if len(self.ops) > 1 else None
+        self.rope_kind = rope_kind(site.module[self.layout.rope]) if self.rope else ()
         self.kernels: dict[tuple[int, int], Entry | str] = {}
 
     def _resolve(self, rows: int) -> tuple[Entry | str, ...] | str:
@@ -66,7 +74,30 @@ class AttentionState(DecoderState):
 
     def decode(self, module: Any, x: mx.array, entries: tuple[Any, ...], mask: Any, cache: Any) -> mx.array:
         """See `DecoderState.decode`."""
-        return decoder.attention(module, self.layout, x, mask, cache, attend=self._attend)
+        return decoder.attention(module, self.layout, x, mask, cache, attend=self._attend, turn=self._turn)
+
+    def _turn(self, module: Any, layout: Any, projected: decoder.Projected, cache: Any) -> decoder.Projected:
+        try:
+            turned = self._turned(module, projected, cache)
+        except Exception as error:
+            turned = None
+            self.fail(module, error)
+        return decoder.plain_turn(module, layout, projected, cache) if turned is None else turned
+
+    def _turned(self, module: Any, projected: decoder.Projected, cache: Any) -> decoder.Projected | None:
+        """Return q [B, L, H * D], k and v [B, H_kv, L, D] by the kernel, or None where it does not fit."""
+        if self.rope is None or type(cache) not in _CACHES:
+            return None
+        length = projected[0].shape[1]
+        entry = self.runtime.entry(self.feature, self.rope, length)
+        if isinstance(entry, str) or any(y.dtype != DTYPES[self.op.dtype] or is_traced(y) for y in projected):
+            return None
+        offset = 0 if cache is None else cache.offset
+        table = self.runtime.table(self.rope_kind, module[self.layout.rope], offset + length, self.op.dimension)
+        key: Any = entry.key
+        q, k, v = key.turn(entry.kernel, entry.candidate, (*projected, table), offset=offset)
+        entry.engaged += 1
+        return q, k, v
 
     def _attend(self, q: Any, k: Any, v: Any, scale: float, mask: Any, cache: Any) -> mx.array:
         try:
@@ -78,6 +109,8 @@ class AttentionState(DecoderState):
             module = self.module()
             if module is not None:
                 self.fail(module, error)
+        if q.ndim == 3:
+            q = q.reshape(*q.shape[:2], self.op.query_heads, -1).transpose(0, 2, 1, 3)
         return decoder.plain_attend(q, k, v, scale, mask, cache)
 
     def _launch(self, entry: Entry, inputs: tuple[mx.array, ...], scale: float, causal: bool) -> mx.array:
@@ -90,7 +123,7 @@ class AttentionState(DecoderState):
 
     def _kernel(self, q: Any, k: Any, v: Any, mask: Any) -> Entry | str:
         """Return the kernel for a call, or why plain MLX runs it."""
-        op: Any = self.op
+        op = self.op
         if not (isinstance(k, mx.array) and isinstance(v, mx.array)):
             return "the cache is quantized"
         if mask is not None and not (isinstance(mask, str) and mask == "causal"):
@@ -98,7 +131,7 @@ class AttentionState(DecoderState):
         dtype = DTYPES[op.dtype]
         if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype or v.shape[-1] != op.dimension:
             return "q, k and v are of other dtypes or widths than the weights say"
-        length, tokens = q.shape[2], k.shape[2]
+        length, tokens = q.shape[1 if q.ndim == 3 else 2], k.shape[2]
         if length > tokens:
             return "more queries than keys"
         place = length, token_bucket(tokens)

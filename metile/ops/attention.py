@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
-from metile.ops.base import DTYPES, count_reasons
+from metile.errors import mismatch
+from metile.ops.base import DTYPES, check_arrays, count_reasons
 from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output
 
 # Upper ends of the buckets of context length; the last also holds everything longer.
@@ -106,10 +107,12 @@ class AttentionKey:
                 f" + QueryBlock<{t}, {c.block}, {c.block_keys}, {d}>::bytes + Stage<{t}, {c.block}>::bytes({d})"
             )
             name = f"attention_{self.dtype}_d{d}_{c.label()}"
-        arrays = ", ".join(f"heads<const {t}>({name})" for name in ("q", "k", "v"))
-        body = f"{call}({arrays}, heads_inside<{t}>(y, heads<const {t}>(q).heads), float_of_bits(scale), {tail});"
+        arrays = f"queries<const {t}>(q, heads), ::heads<const {t}>(k), ::heads<const {t}>(v)"
+        body = f"{call}({arrays}, heads_inside<{t}>(y, heads), float_of_bits(scale), {tail});"
         inputs = ("q", "k", "v")
-        return KernelSource(name, "attention.metal", body, inputs, ("y",), ("scale", "causal"), scratch, strided=inputs)
+        return KernelSource(
+            name, "attention.metal", body, inputs, ("y",), ("scale", "causal", "heads"), scratch, strided=inputs
+        )
 
     def attend(
         self,
@@ -121,16 +124,32 @@ class AttentionKey:
         causal: bool,
         poison: bool = False,
     ) -> mx.array:
-        """Run on q [B, H, L, D] and k, v [B, H_kv, S, D]; return [B, L, H * D]."""
+        """Run on q [B, H, L, D] or [B, L, H * D], and k, v [B, H_kv, S, D]; return [B, L, H * D].
+
+        Raises:
+            MetileError: an input is of another shape or dtype, a causal mask has no key for the first query, or the
+                candidate takes one query and there are more.
+        """
+        if [array.ndim for array in inputs] not in ([4, 4, 4], [3, 4, 4]):
+            expected = "q [B, H, L, D] or [B, L, H * D], and k, v [B, H_kv, S, D]"
+            raise mismatch(self.family, expected, ", ".join(str(array.shape) for array in inputs))
         q, k, _ = inputs
-        batch, query_heads, rows, dimension = q.shape
+        batch, rows, tokens = q.shape[0], q.shape[-2 if q.ndim == 4 else 1], k.shape[2]
+        query_heads, dimension = self.query_heads, self.dimension
+        queries = (batch, query_heads, rows, dimension) if q.ndim == 4 else (batch, rows, query_heads * dimension)
+        cached = (batch, self.key_value_heads, tokens, dimension)
+        check_arrays(self.family, inputs, (queries, cached, cached), self.dtype)
+        if causal and rows > tokens:
+            raise mismatch(self.family, "a key for each query", f"{rows} queries and {tokens} keys")
+        if candidate.program == "rows" and rows != 1:
+            raise mismatch(self.family, f"one query for {candidate.label()}", rows)
         if candidate.program == "rows":
-            groups = batch * k.shape[1]
+            groups = batch * self.key_value_heads
         else:
             groups = batch * query_heads * -(-rows // candidate.block)
         bits = struct.unpack("<i", struct.pack("<f", scale))[0]
         output = Output((batch, rows, query_heads * dimension), q.dtype)
-        return kernel(inputs, (output,), groups=groups, numbers=(bits, int(causal)), poison=poison)[0]
+        return kernel(inputs, (output,), groups=groups, numbers=(bits, int(causal), query_heads), poison=poison)[0]
 
     def launch(
         self, kernel: Kernel, candidate: AttentionTile, inputs: Sequence[mx.array], *, poison: bool = False

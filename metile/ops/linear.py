@@ -14,9 +14,10 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
-from metile.ops.base import DTYPES, count_reasons
+from metile.ops.base import DTYPES, check_arrays, count_reasons
 from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output
 
+Shape = tuple[int, ...]
 Epilogue = Literal["store", "bias", "residual", "swiglu"]
 SCHEDULES = ("linear", "grouped2", "grouped4", "grouped8", "diagonal", "morton", "hilbert")
 
@@ -141,14 +142,27 @@ class LinearKey:
     def launch(
         self, kernel: Kernel, candidate: LinearTile, inputs: Sequence[mx.array], *, poison: bool = False
     ) -> list[mx.array]:
-        """Run on (x [..., K], w [N, K] once or twice, then the bias [N] or residual [..., N])."""
-        shape = inputs[0].shape
-        rows = math.prod(shape[:-1])
+        """Run on (x [..., K], w [N, K] once or twice, then the bias [N] or residual [..., N]).
+
+        Raises:
+            MetileError: an input is of another shape or dtype.
+        """
+        leading, weight = inputs[0].shape[:-1], (self.outputs, self.inputs)
+        x, y = (*leading, self.inputs), (*leading, self.outputs)
+        check_arrays("linear", inputs, self._shapes(x, weight, y), self.dtype)
+        rows = math.prod(leading)
         groups = -(-rows // candidate.block_m) * -(-self.outputs // candidate.block_n)
         outer_k = candidate.outer_k or self.inputs
         numbers = (outer_k, SCHEDULES.index(candidate.schedule))
-        output = Output((*shape[:-1], self.outputs), inputs[0].dtype)
+        output = Output(y, inputs[0].dtype)
         return kernel(inputs, (output,), groups=groups, numbers=numbers, poison=poison)
+
+    def _shapes(self, x: Shape, weight: Shape, y: Shape) -> tuple[Shape, ...]:
+        if self.epilogue == "store":
+            return x, weight
+        if self.epilogue == "bias":
+            return x, weight, y[-1:]
+        return x, weight, y if self.epilogue == "residual" else weight
 
     def reference(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         """Return plain MLX's y: x @ w.T, then the bias, the residual, or silu(gate) * up."""

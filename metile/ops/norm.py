@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from metile.ops.base import DTYPES
+from metile.ops.base import DTYPES, check_arrays
 from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output
 
 
@@ -81,10 +81,17 @@ class NormKey:
     def launch(
         self, kernel: Kernel, candidate: NormTile, inputs: Sequence[mx.array], *, poison: bool = False
     ) -> list[mx.array]:
-        """Run on (x [..., hidden], residual [..., hidden] where one is added, weight [hidden])."""
+        """Run on (x [..., hidden], residual [..., hidden] where one is added, weight [hidden]).
+
+        Raises:
+            MetileError: an input is of another shape or dtype.
+        """
         x = inputs[0]
-        groups = -(-math.prod(x.shape[:-1]) // candidate.block)
-        outputs = (Output(x.shape, x.dtype),) * (2 if self.add else 1)
+        leading, weight = x.shape[:-1], (self.hidden,)
+        shape = leading + weight
+        check_arrays("norm", inputs, (shape, shape, weight) if self.add else (shape, weight), self.dtype)
+        groups = -(-math.prod(leading) // candidate.block)
+        outputs = (Output(shape, x.dtype),) * (2 if self.add else 1)
         bits = struct.unpack("<i", struct.pack("<f", self.eps))[0]
         return kernel(inputs, outputs, groups=groups, numbers=(bits,), poison=poison)
 

@@ -69,6 +69,12 @@ inline Heads<T> heads_inside(const metile::Array& a, long count) {
   return Heads<T>{static_cast<T*>(a.data), a.strides[0] / size, columns, a.strides[1] / size, count, a.shape[1], columns};
 }
 
+// Queries in either layout: [batch, heads, rows, columns] or [batch, rows, count * columns].
+template <typename T>
+inline Heads<T> queries(const metile::Array& a, long count) {
+  return a.ndim == 3 ? heads_inside<T>(a, count) : heads<T>(a);
+}
+
 // All leading axes of an array folded into the rows of a matrix; the host has seen that they fold.
 template <typename T>
 inline Matrix<T> matrix(const metile::Array& array) {

@@ -1,0 +1,169 @@
+"""Rotary position embedding of q and k, with k and v laid out for the cache: a step before the attention family.
+
+Schema v8 has no family for it. It is part of the feature attention because plain MLX spends more time on it than on
+attention itself where every operation is a launch of its own. The kernel is ``kernels/rope.metal``; what it must equal
+stands in `RopeKey.reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from metile.ops.base import DTYPES
+from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output
+
+
+@dataclass(frozen=True)
+class RopeTile:
+    """A point of the search space of a rope kernel: `block` positions a threadgroup."""
+
+    block: int
+
+    def label(self) -> str:
+        """Return the field as one word."""
+        return f"b{self.block}"
+
+
+_BLOCKS = tuple(RopeTile(block) for block in (1, 4, 16))
+
+
+@dataclass(frozen=True)
+class RopeKey:
+    """Rope at one bucket of positions.
+
+    Attributes:
+        rows: upper end of the bucket of positions.
+        query_heads: heads of q.
+        key_value_heads: heads of k and v.
+        dimension: of a head; pairs (i, i + dimension/2) are turned.
+        dtype: of q, k and v.
+    """
+
+    rows: int
+    query_heads: int
+    key_value_heads: int
+    dimension: int
+    dtype: str
+
+    family = "rope"
+    margin = 0.02
+
+    def subject(self) -> str:
+        """Return the key as one line."""
+        heads = f"{self.query_heads}/{self.key_value_heads}"
+        return f"rope rows={self.rows} heads={heads} dim={self.dimension} {self.dtype}"
+
+    def space(self, limits: Limits) -> list[RopeTile]:
+        """Return the admissible candidates, the untuned default first."""
+        return [tile for tile in _BLOCKS if is_valid(self, tile, limits) is None]
+
+    def pruned(self, limits: Limits) -> dict[str, int]:
+        """Return why candidates were left out."""
+        left_out = [tile for tile in _BLOCKS if is_valid(self, tile, limits)]
+        return {"block is taller than the bucket": len(left_out)} if left_out else {}
+
+    def source(self, candidate: RopeTile) -> KernelSource:
+        """Return the kernel of a candidate; the offset and the numbers of heads are numbers of its launch."""
+        t, d = KERNEL_TYPES[DTYPES[self.dtype]], self.dimension
+        ins = ", ".join(f"heads_inside<const {t}>({n})" for n in ("q, heads", "k, shared", "v, shared"))
+        body = f"""rope<{t}, {d}, {candidate.block}>({ins}, matrix<const float>(table).data,
+      heads_inside<{t}>(q_out, heads), ::heads<{t}>(k_out), ::heads<{t}>(v_out), offset, group);"""
+        return KernelSource(
+            f"rope_{self.dtype}_d{d}_{candidate.label()}",
+            "rope.metal",
+            body,
+            ("q", "k", "v", "table"),
+            ("q_out", "k_out", "v_out"),
+            ("offset", "heads", "shared"),
+            strided=("q", "k", "v"),
+        )
+
+    def turn(
+        self,
+        kernel: Kernel,
+        candidate: RopeTile,
+        inputs: Sequence[mx.array],
+        *,
+        offset: int,
+        poison: bool = False,
+    ) -> list[mx.array]:
+        """Run on q [B, L, H * D], k and v [B, L, H_kv * D] and the table [positions, D], float32.
+
+        Args:
+            kernel: of the candidate.
+            candidate: from `space`.
+            inputs: q, k, v and the table, which must reach `offset + L` positions.
+            offset: position of the first row.
+            poison: let outputs hold NaN until they are written.
+
+        Returns:
+            q [B, L, H * D], k and v [B, H_kv, L, D].
+        """
+        q = inputs[0]
+        batch, length, _ = q.shape
+        cached = Output((batch, self.key_value_heads, length, self.dimension), q.dtype)
+        groups = batch * -(-length // candidate.block)
+        numbers = (offset, self.query_heads, self.key_value_heads)
+        return kernel(inputs, (Output(q.shape, q.dtype), cached, cached), groups=groups, numbers=numbers, poison=poison)
+
+    def launch(
+        self, kernel: Kernel, candidate: RopeTile, inputs: Sequence[mx.array], *, poison: bool = False
+    ) -> list[mx.array]:
+        """Run at offset 3."""
+        return self.turn(kernel, candidate, inputs, offset=_OFFSET, poison=poison)
+
+    def reference(self, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """Return what plain MLX gives at offset 3 and base 10000."""
+        q, k, v, _ = inputs
+        batch, length, _ = q.shape
+
+        def split(x: mx.array, heads: int) -> mx.array:
+            return x.reshape(batch, length, heads, self.dimension).transpose(0, 2, 1, 3)
+
+        def turned(x: mx.array) -> mx.array:
+            return mx.fast.rope(x, self.dimension, traditional=False, base=_BASE, scale=1.0, offset=_OFFSET)
+
+        queries = turned(split(q, self.query_heads)).transpose(0, 2, 1, 3).reshape(batch, length, -1)
+        return [queries, turned(split(k, self.key_value_heads)), split(v, self.key_value_heads)]
+
+    def example(self, rows: int, seed: int) -> list[mx.array]:
+        """Return q, k, v ~ N(0, 1) and the table of base 10000."""
+        keys = mx.random.split(mx.random.key(seed), 3)
+        widths = (self.query_heads, self.key_value_heads, self.key_value_heads)
+        arrays = [
+            mx.random.normal((1, rows, heads * self.dimension), key=key).astype(DTYPES[self.dtype])
+            for heads, key in zip(widths, keys, strict=True)
+        ]
+        half = mx.ones((1, 1, rows + _OFFSET, self.dimension // 2))
+        ones = mx.concatenate([half, mx.zeros_like(half)], axis=-1)
+        table = mx.fast.rope(ones, self.dimension, traditional=False, base=_BASE, scale=1.0, offset=0)[0, 0]
+        table = mx.contiguous(table)
+        mx.eval(arrays, table)
+        return [*arrays, table]
+
+    def weight_inputs(self) -> tuple[int, ...]:
+        """Return no position: all inputs were just computed."""
+        return ()
+
+    def dispatch(self, candidate: RopeTile | None) -> dict[str, Any]:
+        """Return the decision's fields; no family of schema v8 lists them."""
+        return {
+            "algorithm": "mlx" if candidate is None else "metile",
+            "block": 0 if candidate is None else candidate.block,
+            "rows": self.rows,
+        }
+
+
+_OFFSET, _BASE = 3, 10000.0
+
+
+def is_valid(key: RopeKey, tile: RopeTile, limits: Limits) -> str | None:
+    """Return why a candidate is inadmissible, or None where it may run."""
+    del limits  # a head is a few registers
+    if key.dimension % 2:
+        return "head_dim is odd"
+    return "block is taller than the bucket" if tile.block > key.rows else None
