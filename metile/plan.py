@@ -20,6 +20,7 @@ from metile.workload import Generation, Probe, generate, probe
 
 Note = Callable[[str, int, int], None]
 
+_VERIFIED_STEPS = 8  # decode steps of a verification, after the prefix
 _HARMLESS = 0.995  # a feature that costs less than this on its own is left to the joint measurement
 
 
@@ -147,7 +148,9 @@ def samples_of(pairs: Sequence[tuple[Generation, Generation]]) -> tuple[list[Sam
 
 
 def judge_plan(model: nn.Module, plan: Plan, target: Target, tokens: Sequence[int]) -> verify.Verdict:
-    """Judge a plan by the logits of a prompt's prefix and of its last token, and by a float32 run of the same weights.
+    """Judge a plan by the logits of a prompt's prefix and of its last tokens, one by one, over the cache.
+
+    A float32 run of the same weights stands beside them. Several positions tell MLX's own noise better than one.
 
     Args:
         model: the unpatched model.
@@ -155,11 +158,12 @@ def judge_plan(model: nn.Module, plan: Plan, target: Target, tokens: Sequence[in
         target: what runs the kernels.
         tokens: at least two token ids.
     """
-    reference = verify.logits(model, tokens)
-    exact = verify.float32_logits(model, tokens)
+    steps = min(_VERIFIED_STEPS, len(tokens) - 1)
+    reference = verify.logits(model, tokens, steps=steps)
+    exact = verify.float32_logits(model, tokens, steps=steps)
     with apply(model, plan, target) as handle:
         handle.reset_engaged()
-        actual = verify.logits(model, tokens)
+        actual = verify.logits(model, tokens, steps=steps)
         engaged = handle.engaged()
     return verify.judge(
         reference=reference, actual=actual, float32=exact, engaged=engaged, features=sorted(plan.features)

@@ -94,8 +94,8 @@ def _config(model: nn.Module, path: Path) -> ModelConfig:
 def _dispatches(decisions: Mapping[Any, Decision]) -> SelectedDispatches:
     families: dict[str, list[dict[str, Any]]] = {name: [] for name in FAMILIES}
     for key, decision in decisions.items():
-        if isinstance(key, AttentionKey) and key.rows > 1:
-            continue  # v8's entry has no word for the number of queries: it lists the decode step
+        if key.family not in families or (isinstance(key, AttentionKey) and key.rows > 1):
+            continue  # v8 has no family for rope, and of attention, without a number of queries, lists the decode step
         entry = key.dispatch(decision.candidate)
         if entry not in families[key.family]:
             families[key.family].append(entry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -134,7 +135,9 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     options = _parser().parse_args(arguments)
     reporter = Reporter(console)
     try:
-        return _run(options, reporter)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: reporter.say(f"[yellow]![/] {message}")
+            return _run(options, reporter)
     except MetileError as error:
         Console(stderr=True).print(str(error), highlight=False, markup=False)
         return 2
