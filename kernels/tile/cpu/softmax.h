@@ -61,7 +61,7 @@ struct QueryBlock {
       vfloat total = vfloat(0);
       for (long n = 0; n < count; ++n) {
         const vfloat seen = load(scores + n * BQ + m);
-        const vfloat weight = seen > vfloat(metile::masked_score) ? exponential(seen - now) : vfloat(0);
+        const vfloat weight = seen <= vfloat(metile::masked_score) ? vfloat(0) : exponential(seen - now);
         store(scores + n * BQ + m, weight);
         total += weight;
       }
@@ -133,7 +133,7 @@ struct QueryRows {
       vfloat total = vfloat(0);
       for (long n = 0; n < BK; n += metile::lanes) {
         const vfloat score = load(row + n);
-        const vfloat weight = score > vfloat(metile::masked_score) ? exponential(score * scale - now) : vfloat(0);
+        const vfloat weight = score <= vfloat(metile::masked_score) ? vfloat(0) : exponential(score * scale - now);
         metile::store(row + n, weight);
         total += weight;
       }

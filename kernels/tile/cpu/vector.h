@@ -93,7 +93,7 @@ inline float reduce_max(vfloat value) {
 
 // e^x to 2 units in the last place: x = n ln2 + r, |r| <= ln2/2, a degree-6 polynomial in r (Cephes expf).
 inline vfloat exponential(vfloat x) {
-  x = minimum(maximum(x, vfloat(-87.33f)), vfloat(88.37f));
+  x = minimum(vfloat(88.37f), maximum(vfloat(-87.33f), x));  // x comes second: a NaN stays one
   const vfloat n = __builtin_elementwise_roundeven(x * 1.44269504f);
   const vfloat r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   vfloat p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -121,6 +121,7 @@ template <typename Index, Index... Lane>
 struct Lanes {
   template <int Step>
   static void exchange(vfloat (&rows)[lanes]) {
+#pragma clang loop unroll(full)
     for (int i = 0; i < lanes; ++i)
       if (!(i & Step)) Exchange<Step, Lane...>::apply(rows[i], rows[i + Step]);
   }
