@@ -13,7 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from metile.ops.base import DTYPES
+from metile.errors import mismatch
+from metile.ops.base import DTYPES, check_arrays, count_reasons
 from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output
 
 
@@ -63,8 +64,7 @@ class RopeKey:
 
     def pruned(self, limits: Limits) -> dict[str, int]:
         """Return why candidates were left out."""
-        left_out = [tile for tile in _BLOCKS if is_valid(self, tile, limits)]
-        return {"block is taller than the bucket": len(left_out)} if left_out else {}
+        return count_reasons([reason for tile in _BLOCKS if (reason := is_valid(self, tile, limits))])
 
     def source(self, candidate: RopeTile) -> KernelSource:
         """Return the kernel of a candidate; the offset and the numbers of heads are numbers of its launch."""
@@ -102,13 +102,31 @@ class RopeKey:
 
         Returns:
             q [B, L, H * D], k and v [B, H_kv, L, D].
+
+        Raises:
+            MetileError: an array of another shape or dtype, or a table that ends too early.
         """
         q = inputs[0]
-        batch, length, _ = q.shape
+        batch, length = (*q.shape[:2], 0, 0)[:2]
+        self._check(inputs, batch, length, offset)
         cached = Output((batch, self.key_value_heads, length, self.dimension), q.dtype)
         groups = batch * -(-length // candidate.block)
         numbers = (offset, self.query_heads, self.key_value_heads)
         return kernel(inputs, (Output(q.shape, q.dtype), cached, cached), groups=groups, numbers=numbers, poison=poison)
+
+    def _check(self, inputs: Sequence[mx.array], batch: int, length: int, offset: int) -> None:
+        """Check what the kernel would read."""
+        shapes = [
+            (batch, length, heads * self.dimension)
+            for heads in (self.query_heads, self.key_value_heads, self.key_value_heads)
+        ]
+        check_arrays("rope", inputs[:3], shapes, self.dtype)
+        table = inputs[3] if len(inputs) == 4 else None
+        if table is None or table.ndim != 2 or table.shape[1] != self.dimension or table.dtype != mx.float32:
+            got = f"{len(inputs)} arrays" if table is None else f"one of {table.shape} {table.dtype}"
+            raise mismatch("rope", f"q, k, v and a table of float32 and {self.dimension} columns", got)
+        if not 0 <= offset <= table.shape[0] - length:
+            raise mismatch("rope", f"positions of a table of {table.shape[0]}", f"{offset} to {offset + length - 1}")
 
     def launch(
         self, kernel: Kernel, candidate: RopeTile, inputs: Sequence[mx.array], *, poison: bool = False
