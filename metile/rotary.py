@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 _CHUNK = 1024  # positions a table grows by
 _TOLERANCE = 1e-4
+_FAR = 1 << 20  # a position beyond what models were trained for
 
 
 def rope_table(rope: Any, positions: int, dimension: int) -> mx.array:
@@ -32,16 +33,21 @@ def turns_halves(rope: Any, dimension: int) -> bool:
     try:
         got = rope(x, offset=offset)
         table = rope_table(rope, offset + rows, dimension)[offset : offset + rows]
+        far = [rope(mx.broadcast_to(x[:1, :1, :1], (1, 1, n, dimension)), offset=_FAR)[0, 0, 0] for n in (1, 512)]
     except Exception:  # whatever a foreign module raises, it is not of the form
         return False
+    if got.shape != x.shape or table.shape != (rows, dimension):
+        return False
+    if not mx.array_equal(far[0], far[1]).item():
+        return False  # the angles change with the length of the context
     c, s = table[:, :half], table[:, half:]
     first, second = x[..., :half], x[..., half:]
     expected = mx.concatenate([first * c - second * s, first * s + second * c], axis=-1)
-    return got.shape == x.shape and bool((mx.abs(got - expected).max() <= _TOLERANCE).item())
+    return bool((mx.abs(got - expected).max() <= _TOLERANCE).item())
 
 
 def rope_kind(rope: nn.Module) -> tuple[Any, ...]:
-    """Return what rope modules have in common that turn by the same angles."""
-    numbers = [(name, value) for name, value in vars(rope).items() if isinstance(value, int | float | str | bool)]
-    arrays = [(name, value) for name, value in [*vars(rope).items(), *rope.items()] if isinstance(value, mx.array)]
-    return (type(rope), tuple(sorted(numbers)), *((name, str(value.tolist())) for name, value in arrays))
+    """Return what rope modules have in common that turn by the same angles: their class and everything they hold."""
+    held = {**vars(rope), **rope}
+    known = ((name, value.tolist() if isinstance(value, mx.array) else value) for name, value in held.items())
+    return (type(rope), *sorted((name, repr(value)) for name, value in known))
