@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 _LINE_SECONDS = 10.0  # between two plain lines where there is no terminal
@@ -35,7 +36,7 @@ class Reporter:
             if self.console.is_terminal:
                 columns = (
                     SpinnerColumn(),
-                    TextColumn("{task.description}"),
+                    TextColumn("{task.description}", markup=False),
                     BarColumn(30),
                     TimeElapsedColumn(),
                 )
@@ -48,7 +49,7 @@ class Reporter:
             self._live = self._task = None
             spent = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
-        self.console.print(f"[green]✓[/] {name:<9} {detail}  [dim]{spent:.1f} s[/]", highlight=False)
+        self.console.print(f"[green]✓[/] {name:<9} {escape(detail)}  [dim]{spent:.1f} s[/]", highlight=False)
 
     def update(self, text: str, done: int = 0, total: int = 0, seconds_left: float | None = None) -> None:
         """Say what is being tried now, how much of the stage is done, and how long is left at most."""
@@ -61,5 +62,5 @@ class Reporter:
             self.console.print(f"  {text}{count}", highlight=False, markup=False)
 
     def say(self, text: str) -> None:
-        """Print one line that stays."""
+        """Print one line that stays; markup in it is followed."""
         self.console.print(text, highlight=False)
