@@ -179,7 +179,8 @@ def attention(path: str, module: nn.Module, survey: Survey) -> Site | Declined |
     ops: dict[str, OpKey] = {"attention": AttentionKey(1, 0, *shape)}
     if turned:
         ops["rope"] = RopeKey(1, *shape)
-    return Site(path, module, "attention", "attention", ops, {"q": layout.q}, layout)
+    parts, fixed = {"q": layout.q}, _numbers(module)
+    return Site(path, module, "attention", "attention", ops, parts, layout, fixed=fixed)
 
 
 def _turns(module: Any, layout: AttentionLayout) -> bool:

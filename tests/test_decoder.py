@@ -16,6 +16,7 @@ from metile.models import find
 from metile.ops.attention import AttentionKey
 from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
+from metile.ops.rope import RopeKey
 from metile.sites import Found, Site
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -271,8 +272,15 @@ def test_keys_of_a_layer_and_its_attention() -> None:
         LinearKey("residual", 16, 64, 96, "bfloat16"),
     ]
     attention = site_at(found, "model.layers.0.self_attn")
-    assert attention.keys([1, 9], context=300) == [AttentionKey(rows, 1024, 4, 2, 16, "bfloat16") for rows in (1, 16)]
-    assert [key.tokens for key in attention.keys([512])] == [1024]  # the queries are of the context
+    assert attention.keys([1, 9], context=300) == [
+        key
+        for rows in (1, 16)
+        for key in (AttentionKey(rows, 1024, 4, 2, 16, "bfloat16"), RopeKey(rows, 4, 2, 16, "bfloat16"))
+    ]
+    tokens = [key.tokens for key in attention.keys([512]) if isinstance(key, AttentionKey)]
+    assert tokens == [1024]  # the queries are of the context
+    normed = site_at(find(tiny("qwen3")), "model.layers.0.self_attn")
+    assert list(normed.ops) == ["attention"]  # the norms of the heads come between projection and rope
 
 
 def test_a_down_projection_with_a_bias_has_no_residual_epilogue() -> None:

@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from test_patched_decoder import patched, steps, wide
+from test_patched_decoder import attended, patched, steps, wide
 from tiny_models import TARGET, assert_close, tokens
 
 from metile.handle import Handle
@@ -285,6 +285,6 @@ def test_one_failing_layer_leaves_the_others_patched(monkeypatch: pytest.MonkeyP
     raising(monkeypatch, AttentionKey, "attend", lambda _: calls.append(1) or len(calls) == 4)  # layer 1, first decode
     close(outputs(model), expected)
     assert list(failures(handle)) == ["model.layers.1.self_attn"]
-    assert handle.engaged()["attention"] == 4
+    assert attended(handle) == 4
     assert handle.passed()["attention"] == {"a kernel raised": 1}
     assert TARGET.name == handle.plan.target

@@ -121,7 +121,7 @@ def test_a_part_may_be_patched_before_the_whole() -> None:
     assert not part.applied
     part.restore()
     assert_close(model(tokens(1, 1)), tiny()(tokens(1, 1)))
-    assert len(whole.kept) == 18
+    assert len(whole.kept) == 20
     whole.restore()
     assert classes(model) == before
 
@@ -246,15 +246,16 @@ def test_patch_takes_a_plan() -> None:
     with metile.patch(model, plan=plan) as handle:
         assert handle.plan == plan
         assert str(handle).startswith(
-            "metile runs kernels in 18 modules: dense_mlp (2), graph_fusion (2), rms_norm (5), dense_projections (9)"
+            "metile runs kernels in 20 modules: "
+            "attention (2), dense_mlp (2), graph_fusion (2), rms_norm (5), dense_projections (9)"
         )
-        assert repr(handle).startswith("<Handle: metile runs kernels in 18 modules")
+        assert repr(handle).startswith("<Handle: metile runs kernels in 20 modules")
 
 
 def test_a_handle_that_changed_nothing_says_why() -> None:
     model = tiny()
     for handle, reason in (
-        (metile.patch(model, tune="never"), "no plan was given"),
+        (metile.patch(model, tune="never"), "no plan is kept for this model on this machine"),
         (metile.patch(model, plan=Plan("cpu", frozenset(), {})), "the plan is plain MLX"),
         (
             metile.patch(nn.Module(), plan=plan_for(model)),

@@ -40,6 +40,11 @@ def patched(model: nn.Module, *features: str) -> Handle:
     return apply(model, plan_for(model, features or FEATURES, ROWS), TARGET)
 
 
+def attended(handle: Handle) -> int:
+    """Return how often an attention kernel ran, rope's aside."""
+    return sum(count for key, count in handle.engaged_keys().items() if isinstance(key, AttentionKey))
+
+
 def steps(model: Any, sizes: Sequence[int], cache: Any, batch: int = 1) -> list[mx.array]:
     """Return the logits of consecutive chunks of one sequence over a cache."""
     ids, found, first = tokens(batch, sum(sizes)), [], 0
@@ -90,14 +95,14 @@ def test_prefill_chunks_and_decode(kind: str, dtype: mx.Dtype, batch: int) -> No
 def test_heads_that_share_keys(heads: int, shared: int, dtype: mx.Dtype) -> None:
     model = wide("llama", dtype, num_attention_heads=heads, num_key_value_heads=shared)
     handle = compare(model, lambda model: steps(model, [19, 1, 1], make_prompt_cache(model), 2), "attention")
-    assert handle.engaged()["attention"] == 6
+    assert attended(handle) == 6
 
 
 def test_attention_without_a_mask_looks_both_ways() -> None:
     model = wide()
     attention, x = model.model.layers[0].self_attn, mx.random.normal((2, 21, 64))
     handle = compare(model, lambda _: [attention(x), attention(x, None, None), attention(x, "causal")], "attention")
-    assert handle.engaged()["attention"] == 3
+    assert attended(handle) == 3
     assert not mx.allclose(attention(x), attention(x, "causal"))
 
 
@@ -110,18 +115,18 @@ def test_a_context_that_outgrows_its_bucket() -> None:
     expected = forward(model)
     found = find(model)
     keys = [key for context in (1, 1000) for _, key in found.keys((1, 256), context)]
-    choices = {key: next(iter(key.space(TARGET.limits)), None) for key in keys}
+    choices = {key: next(iter(key.space(TARGET.limits)), None) for key in keys if isinstance(key, AttentionKey)}
     with apply(model, Plan("cpu", frozenset({"attention"}), choices), TARGET) as handle:
         for ours, theirs in zip(forward(model), expected, strict=True):
             assert_close(ours, theirs)
         counts = {(key.rows, key.tokens): count for key, count in handle.engaged_keys().items()}
     assert counts == {(256, 256): 1, (1, 256): 6, (1, 1024): 6}
     # a plan of one bucket of context serves the others
-    near = {key: item for key, item in choices.items() if getattr(key, "tokens", 256) == 256}
+    near = {key: item for key, item in choices.items() if key.tokens == 256}
     with apply(model, Plan("cpu", frozenset({"attention"}), near), TARGET) as handle:
         for ours, theirs in zip(forward(model), expected, strict=True):
             assert_close(ours, theirs)
-        assert handle.engaged()["attention"] == 13
+        assert attended(handle) == 13
 
 
 def test_greedy_generation_gives_the_same_tokens() -> None:
@@ -146,7 +151,7 @@ def test_a_rotating_cache_that_has_wrapped() -> None:
         return steps(model, [18] + [1] * 12 + [4, 1, 1], caches)
 
     handle = compare(wide(), forward, "attention")
-    assert handle.engaged()["attention"] == 2 * (1 + 12 + 2)
+    assert attended(handle) == 2 * (1 + 12 + 2)
     assert sum(handle.passed()["attention"].values()) == 2  # the four at once
 
 
@@ -165,7 +170,7 @@ def test_a_mask_that_is_an_array(additive: bool) -> None:
     seen = create_causal_mask(19, window_size=5)
     mask = mx.where(seen, 0.0, -1e9) if additive else seen
     x = mx.random.normal((2, 19, 64))
-    handle = compare(wide(), lambda model: [model.model.layers[0].self_attn(x, mask)], "attention", exactly=True)
+    handle = compare(wide(), lambda model: [model.model.layers[0].self_attn(x, mask)], "attention")
     assert handle.passed()["attention"] == {"the mask is an array": 1}
 
 
