@@ -20,7 +20,7 @@ struct Weights {
 
   static constexpr long bytes(long depth) { return P * TN * round_up(depth, depth_step) / width * long(sizeof(unit)); }
 
-  Weights(unit* packed, const Matrix<const T> (&w)[P], long n, long k, long depth, bool) {
+  Weights(unit* packed, const Matrix<const T> (&w)[P], long n, long k, long depth) {
     const long left = w[0].rows - n;
     const bool in_place = sizeof(unit) == sizeof(T) * width && left >= TN && depth % width == 0 && w[0].stride % width == 0;
     stride = in_place ? w[0].stride / width : round_up(depth, depth_step) / width;
@@ -32,7 +32,24 @@ struct Weights {
 };
 
 #if METILE_ISA_AMX
-// For the matrix unit: groups of 16 rows, 32 elements of k a step. Packed, a step of a group is one dense tile.
+// Memory that is wanted next, asked for a little at a time while something else is computed.
+struct Ahead {
+  const char *at, *end;
+
+  template <typename T>
+  static Ahead rows(Matrix<const T> w, long first, long count) {
+    const long last = min_of(first + count, w.rows);
+    if (first >= last) return Ahead{nullptr, nullptr};
+    return Ahead{reinterpret_cast<const char*>(w.row(first)), reinterpret_cast<const char*>(w.row(last))};
+  }
+  void fetch(int lines) {
+    for (int i = 0; i < lines && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
+// For the matrix unit: groups of 16 rows, 32 elements of k a step. At a ragged edge they are packed, zero-filled, a step
+// of a group as one dense tile. Packing all of them for their reuse was tried: it costs as much as it saves, since the
+// loads it does are the ones that wait for memory.
 template <int P, int TN>
 struct Weights<bfloat, P, TN> {
   static constexpr int groups = TN / 16, G = P * groups;
@@ -41,8 +58,8 @@ struct Weights<bfloat, P, TN> {
 
   static constexpr long bytes(long depth) { return G * ceil_div(depth, 32) * 1024; }
 
-  Weights(uint* packed, const Matrix<const bfloat> (&w)[P], long n, long k, long depth, bool reused) {
-    const bool in_place = !reused && n + TN <= w[0].rows && depth % 32 == 0;
+  Weights(uint* packed, const Matrix<const bfloat> (&w)[P], long n, long k, long depth) {
+    const bool in_place = n + TN <= w[0].rows && depth % 32 == 0;
     stride = in_place ? w[0].stride * 2 : 64;
     step = in_place ? 64 : 1024;
     for (int g = 0; g < G; ++g) {
@@ -56,11 +73,8 @@ struct Weights<bfloat, P, TN> {
 
  private:
   static void pack(uint* to, const bfloat* from, long row_stride, long rows, long depth) {
-    long k = 0;
-    if (rows >= 16)
-      for (; k + 32 <= depth; k += 32, to += 256)
-        for (int i = 0; i < 16; ++i) store((float*)to + i * 16, load_bits<vfloat>(from + i * row_stride + k));
-    for (; k < depth; k += 32, to += 256) convert_weights<16>(to, 16, from + k, row_stride, rows, min_of(32, depth - k));
+    for (long k = 0; k < depth; k += 32, to += 256)
+      convert_weights<16>(to, 16, from + k, row_stride, rows, min_of(32, depth - k));
   }
 };
 #endif
@@ -76,6 +90,7 @@ struct Accumulator {
   typedef metile::Weights<T, P, tile_n> Weights;
   typedef typename metile::Unit<T>::type unit;
   float* memory;  // [P][BN][BM], the block transposed
+  metile::Ahead ahead[P] = {};
 
   static constexpr long bytes(long depth) { return round_up(block_bytes + Weights::bytes(depth), 64); }
 
@@ -84,18 +99,20 @@ struct Accumulator {
   // += x[:, k0 : k0+depth] . w[n0 : n0+BN, k0 : k0+depth]^T, or = where this is the first slice of k.
   void multiply_accumulate(const Stage<T, BM>& x, const Matrix<const T> (&w)[P], long n0, long k0, long depth, bool first) {
     for (long n = 0; n < BN && n0 + n < w[0].rows; n += tile_n) {
-      const Weights weights(packed(), w, n0 + n, k0, depth, WM > 1);
+      const Weights weights(packed(), w, n0 + n, k0, depth);
       for (long m = 0; m < BM; m += tile_m) tile(x, weights, m, n, depth, first);
     }
   }
 
-  // The last slice and the epilogue, a simdgroup at a time: its sums are still in the nearest cache.
+  // The last slice and the epilogue, a simdgroup at a time: its sums are still in the nearest cache. Where
+  // several simdgroups share weights, those of the next row of simdgroups come in meanwhile.
   template <typename E>
   void store(const Stage<T, BM>& x, const Matrix<const T> (&w)[P], Matrix<T> y, long m0, long n0, long k0, bool first,
              const E& epilogue) {
     const long depth = w[0].columns - k0;
     for (long n = 0; n < BN && n0 + n < y.columns; n += tile_n) {
-      const Weights weights(packed(), w, n0 + n, k0, depth, WM > 1);
+      const Weights weights(packed(), w, n0 + n, k0, depth);
+      for (int p = 0; p < P; ++p) ahead[p] = metile::Ahead::rows(w[p], n0 + n + tile_n, WM > 1 && n + tile_n < BN ? tile_n : 0);
       for (long m = 0; m < BM && m0 + m < y.rows; m += tile_m) {
         tile(x, weights, m, n, depth, first);
         store_tile(y, m0, n0, m, n, epilogue);
@@ -127,7 +144,7 @@ struct Accumulator {
   }
 
 #if METILE_ISA_AMX
-  void tile(const Stage<bfloat, BM>& x, const metile::Weights<bfloat, P, tile_n>& w, long m, long n, long depth, bool first) const {
+  void tile(const Stage<bfloat, BM>& x, const metile::Weights<bfloat, P, tile_n>& w, long m, long n, long depth, bool first) {
     constexpr int G = Weights::G;
     typedef metile::TileAccumulator<G, panels> Tiles;
     float* to[G];
@@ -137,6 +154,7 @@ struct Accumulator {
     for (long s = 0; s < ceil_div(depth, 32); ++s) {
       const void* rows[G];
       for (int g = 0; g < G; ++g) rows[g] = w.tiles[g] + s * w.step;
+      for (int p = 0; p < P; ++p) ahead[p].fetch(ceil_div(tile_n, WM));
       Tiles::multiply(panel + s * 256, x.units * 16, rows, w.stride);
     }
     Tiles::store(to, BM);
