@@ -60,13 +60,15 @@ class DecoderState(State):
 class AttentionState(DecoderState):
     """Attention: plain projections, rope and cache, which may be patched themselves, around one kernel."""
 
-    __slots__ = ("kernels", "op", "rope", "rope_kind")
+    __slots__ = ("kernels", "op", "rope", "rope_kind", "turner")
 
     def __init__(self, site: Site, runtime: Runtime) -> None:
         super().__init__(site, runtime)
         self.op: Any = self.ops[0]
         self.rope = self.ops[1] if len(self.ops) > 1 else None
-        self.rope_kind = rope_kind(site.module[self.layout.rope]) if self.rope else ()
+        turner = site.module[self.layout.rope] if self.rope else None
+        self.rope_kind = () if turner is None else rope_kind(turner)
+        self.turner: tuple[Any, ...] = () if turner is None else (turner, dict(vars(turner)), dict(turner))
         self.kernels: dict[tuple[int, int], Entry | str] = {}
 
     def _resolve(self, rows: int) -> tuple[Entry | str, ...] | str:
@@ -88,12 +90,17 @@ class AttentionState(DecoderState):
         """Return q [B, L, H * D], k and v [B, H_kv, L, D] by the kernel, or None where it does not fit."""
         if self.rope is None or type(cache) not in _CACHES:
             return None
+        rope, numbers, arrays = self.turner
+        if module.get(self.layout.rope) is not rope or vars(rope) != numbers:
+            return None  # it turns by other angles than when its table was made
+        if arrays and any(rope.get(name) is not array for name, array in arrays.items()):
+            return None
         length = projected[0].shape[1]
         entry = self.runtime.entry(self.feature, self.rope, length)
         if isinstance(entry, str) or any(y.dtype != DTYPES[self.op.dtype] or is_traced(y) for y in projected):
             return None
         offset = 0 if cache is None else cache.offset
-        table = self.runtime.table(self.rope_kind, module[self.layout.rope], offset + length, self.op.dimension)
+        table = self.runtime.table(self.rope_kind, rope, offset + length, self.op.dimension)
         key: Any = entry.key
         q, k, v = key.turn(entry.kernel, entry.candidate, (*projected, table), offset=offset)
         entry.engaged += 1

@@ -9,6 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.rope_utils import YarnRoPE
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from test_patched_decoder import attended, patched, steps, wide
 from tiny_models import TARGET, assert_close, tokens
@@ -17,6 +18,7 @@ from metile.handle import Handle
 from metile.ops.attention import AttentionKey
 from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
+from metile.ops.rope import RopeKey
 
 TRACED = "a transformation traces its input"
 ERROR = RuntimeError("no more threads\nand more")
@@ -81,6 +83,29 @@ def test_replaced_weights_and_numbers_take_the_plain_path() -> None:
     }
     handle.restore()
     assert mx.array_equal(ours, model(tokens(1, 1)))
+
+
+@pytest.mark.parametrize("change", ["scale", "module", "frequencies"])
+def test_a_rope_that_turns_by_other_angles(change: str) -> None:
+    model = wide()
+    for layer in model.model.layers:
+        layer.self_attn.rope = YarnRoPE(64)
+    handle = patched(model, "attention")
+    outputs(model)
+    before = {key: count for key, count in handle.engaged_keys().items() if isinstance(key, RopeKey)}
+    assert any(before.values())
+    for layer in model.model.layers:
+        if change == "scale":
+            layer.self_attn.rope.mscale = 1.5
+        elif change == "module":
+            layer.self_attn.rope = nn.RoPE(64, base=100.0)
+        else:
+            layer.self_attn.rope._freqs = 2 * layer.self_attn.rope._freqs
+    ours = outputs(model)
+    after = handle.engaged_keys()
+    assert {key: after[key] for key in before} == before
+    handle.restore()
+    close(ours, outputs(model))
 
 
 def test_a_block_that_was_exchanged_is_called_as_it_is() -> None:
