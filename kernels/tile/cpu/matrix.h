@@ -31,7 +31,6 @@ struct Weights {
   }
 };
 
-#if METILE_ISA_AMX
 // Memory that is wanted next, asked for a little at a time while something else is computed.
 struct Ahead {
   const char *at, *end;
@@ -47,6 +46,7 @@ struct Ahead {
   }
 };
 
+#if METILE_ISA_AMX
 // For the matrix unit: groups of 16 rows, 32 elements of k a step. At a ragged edge they are packed, zero-filled, a step
 // of a group as one dense tile. Packing all of them for their reuse was tried: it costs as much as it saves, since the
 // loads it does are the ones that wait for memory.
