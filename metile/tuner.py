@@ -60,7 +60,8 @@ def workload_buckets(workload: Workload) -> list[int]:
     """Return the row buckets that a workload meets: its prefill steps, and one row."""
     prefix = max(workload.prompt_tokens - 1, 1)
     sizes = {min(prefix, workload.prefill_step_size), prefix % workload.prefill_step_size, 1}
-    return [bucket for bucket in map(row_bucket, sorted(sizes, reverse=True)) if bucket is not None]
+    buckets = map(row_bucket, sorted(sizes, reverse=True))
+    return list(dict.fromkeys(bucket for bucket in buckets if bucket is not None))
 
 
 def other_buckets(workload: Workload) -> list[int]:
@@ -94,6 +95,9 @@ class Tuner:
             MetileError: the model cannot be had or loaded.
         """
         reporter = self.reporter
+        reporter.seconds.clear()  # what an earlier model took stands in its own record
+        mx.clear_cache()
+        mx.reset_peak_memory()
         with reporter.stage("load", spec.id):
             path = hub.resolve(spec, offline=self.offline)
             model, tokenizer = hub.load(path)
@@ -125,18 +129,26 @@ class Tuner:
         return self.workload.prompt_tokens + self.workload.generation_tokens
 
     def _search(self, tuning: Tuning, cache: PlanCache) -> None:
-        def show(state: SearchProgress) -> None:
-            text = f"{state.stage} {state.subject} {state.candidate}"
-            self.reporter.update(text, state.done, state.total, state.seconds_left)
-
+        store = DecisionStore(cache, machine_key(self.target))
         primary, secondary = self.keys(tuning.found)
-        with self.reporter.stage("search", f"{len(primary)} shapes, {len(secondary)} neighbours"):
+        new = [key.subject() for key in (*primary, *secondary) if store.get(key) is None]
+        before = len(primary) + len(secondary) - len(new)
+        decided = set[str]()
+
+        def show(state: SearchProgress) -> None:
+            if state.stage == "decided":
+                decided.add(state.subject)
+            counts = (state.done, state.total) if state.stage == "compile" else (len(decided), len(new))
+            self.reporter.update(f"{state.stage} {state.subject} {state.candidate}", *counts, state.seconds_left)
+
+        detail = f"{len(primary)} shapes of the workload, {len(secondary)} beside them"
+        with self.reporter.stage("search", detail + (f", {before} decided before" if before else "")):
             tuning.decisions = search(
                 primary,
                 self.target,
                 neighbours=secondary,
                 budget_seconds=self.suite.search_seconds,
-                store=DecisionStore(cache, machine_key(self.target)),
+                store=store,
                 seed=self.workload.seed,
                 progress=show,
             )
@@ -181,7 +193,7 @@ class Tuner:
         if tuning.candidate is None or tuning.verdict is None or not tuning.verdict.ok:
             return
         trials = self.workload.confirmation_trials
-        with self.reporter.stage("confirm", f"{trials} pairs of the whole workload"):
+        with self.reporter.stage("confirm", f"{trials} pair{'' if trials == 1 else 's'} of the whole workload"):
             tuning.pairs = self._pairs(tuning.candidate, model, prompt, trials, "confirm")
             tuning.confirmation = confirmation_of([speedups_of(a.sample, b.sample) for a, b in tuning.pairs])
         if not tuning.confirmation.accepted:
@@ -194,14 +206,16 @@ class Tuner:
             return f"the plan generates the same {len(plain.tokens)} greedy tokens as plain MLX"
         tokens = [int(token) for token in prompt.tolist()]  # type: ignore[union-attr,arg-type]
         difference = verify.explain_difference(model, tokens, plain.tokens, ours.tokens)
-        if difference is None:
+        if difference is None or difference.tie is None:
             return "the generations differ in length"
         kind = "a near-tie by the float32 run" if difference.near_tie else "not a near-tie by the float32 run"
         return f"the first greedy token that differs from plain MLX is number {difference.index}: {kind}"
 
     def _measure(self, tuning: Tuning, model: nn.Module, prompt: mx.array) -> None:
         trials, selected = self.workload.trials, tuning.selected
-        with self.reporter.stage("measure", f"{trials} pairs" if selected else f"{trials} runs of plain MLX"):
+        ending = "" if trials == 1 else "s"
+        what = f"{trials} pair{ending} of both" if selected else f"{trials} run{ending} of plain MLX"
+        with self.reporter.stage("measure", what):
             if selected is not None:
                 pairs = self._pairs(selected, model, prompt, trials, "measure")
                 tuning.mlx_samples, tuning.metile_samples = samples_of(pairs)
@@ -221,12 +235,17 @@ class Tuner:
         return paired_generations(model, plan, self.target, prompt, self.workload, trials=trials, note=note)
 
 
-def git_revision() -> str | None:
-    """Return the commit of the code that measures, or None outside a checkout."""
-    folder = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def git_revision(package: Path = _PACKAGE) -> str | None:
+    """Return the commit of the code that measures, or None outside a checkout of it.
+
+    A package installed below somebody else's repository, in a virtual environment say, is no checkout.
+    """
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"],
+            ["git", "-C", str(package), "rev-parse", "--show-toplevel", "HEAD"],
             capture_output=True,
             text=True,
             timeout=10,
@@ -234,4 +253,7 @@ def git_revision() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    lines = done.stdout.splitlines()
+    if done.returncode or len(lines) != 2 or Path(lines[0]).resolve() != package.parent:
+        return None
+    return lines[1]
