@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from metile import hub, models, report
@@ -91,42 +94,73 @@ def _dry_run(suite: Suite, target: Target, reporter: Reporter, offline: bool) ->
         for row in rows:
             table.add_row(row.key.subject(), str(row.candidates), str(row.kernels), f"{row.seconds:.1f}")
         reporter.console.print(table)
+        if not rows:
+            reporter.say("The model holds nothing that metile knows how to patch; there is nothing to search.")
+            continue
         total = min(sum(row.seconds for row in rows), suite.search_seconds)
-        reporter.say(f"The search would take about {total:.0f} s, of at most {suite.search_seconds:.0f} s.")
+        kernels, pairs = sum(row.kernels for row in rows), suite.workload.confirmation_trials + suite.workload.trials
+        reporter.say(
+            f"{len(rows)} shapes, {sum(row.candidates for row in rows)} candidates, {kernels} kernels to compile."
+            f" The search would take about {total:.0f} s, of at most {suite.search_seconds:.0f} s; after it, plain MLX"
+            f" and the plan each generate {suite.workload.generation_tokens} tokens {pairs} times."
+        )
+
+
+def _output_of(options: argparse.Namespace, suite: Suite) -> Path:
+    """Return where the report goes, which is no surprise after minutes of tuning.
+
+    Raises:
+        MetileError: no file can be written there.
+    """
+    output: Path = options.output or Path(f"metile-suite-{suite.name}.json")
+    if output.is_dir():
+        raise mismatch("tune", "--output to be a file", f"{output}, which is a folder")
+    folder = next(parent for parent in output.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise mismatch("tune", "--output to be in a folder that can be written", output)
+    return output
 
 
 def _run(options: argparse.Namespace, reporter: Reporter) -> int:
     suite = _suite_of(options)
     target = choose_target(options.target)
-    output = options.output or Path(f"metile-suite-{suite.name}.json")
+    output = _output_of(options, suite)
     note = ensure_compile().note
     if note:
-        reporter.say(note)
+        reporter.say(escape(note))
     if options.dry_run:
         _dry_run(suite, target, reporter, options.offline)
         return 0
     workload = suite.workload
     reporter.say(
         f"[bold]metile[/]: suite {suite.name}, {workload.prompt_tokens} prompt and {workload.generation_tokens}"
-        f" generated tokens, on {target.chip()}"
+        f" generated tokens, on {escape(target.chip())}"
     )
     tuner = Tuner(suite, target, reporter, offline=options.offline, fresh=options.fresh)
     records: list[ModelReport] = []
-    failures: list[str] = []
+    failures = 0
     for spec in suite.models:
         try:
             records.append(tuner.tune(spec))
-        except MetileError as error:
-            failures.append(f"{spec.id}: {error}")
-            reporter.console.print(f"[red]✗[/] {spec.id}", highlight=False)
-            reporter.console.print(str(error), highlight=False, markup=False)
+        except Exception as error:  # whatever befell one model, the others have their turn
+            failures += 1
+            reporter.console.print(f"[red]✗[/] {escape(spec.id)}", highlight=False)
+            if isinstance(error, MetileError):
+                reporter.console.print(str(error), highlight=False, markup=False)
+            else:
+                traceback.print_exc()
             continue
         result = SuiteReport(models=records, recorded_at=report.now(), schema_version=3, suite=suite.name)
-        report.save(result, output)
+        try:
+            report.save(result, output)
+        except OSError as error:
+            raise mismatch("tune", f"a report that can be written to {output}", error) from error
     if records:
         for part in report_tables(result):
             reporter.console.print(part)
-        reporter.say(f"Report: {output}")
+        reporter.say(f"Report: {escape(str(output))}")
+    if failures:
+        reporter.say(f"{failures} of {len(suite.models)} models failed; the reasons stand above.")
     return 1 if failures else 0
 
 
@@ -136,7 +170,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     reporter = Reporter(console)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: reporter.say(f"[yellow]![/] {message}")
+            warnings.showwarning = lambda message, *_, **__: reporter.say(f"[yellow]![/] {escape(str(message))}")
             return _run(options, reporter)
     except MetileError as error:
         Console(stderr=True).print(str(error), highlight=False, markup=False)
