@@ -49,7 +49,9 @@ class Reporter:
             self._live = self._task = None
             spent = time.perf_counter() - start
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
-        self.console.print(f"[green]✓[/] {name:<9} {escape(detail)}  [dim]{spent:.1f} s[/]", highlight=False)
+        self.console.print(
+            f"[green]✓[/] {name:<9} {escape(detail)}  [dim]{spent:.1f} s[/]", highlight=False, soft_wrap=True
+        )
 
     def update(self, text: str, done: int = 0, total: int = 0, seconds_left: float | None = None) -> None:
         """Say what is being tried now, how much of the stage is done, and how long is left at most."""
@@ -59,8 +61,8 @@ class Reporter:
             self._live.update(self._task, description=f"{text}{count}", completed=done, total=total or None)
         elif time.perf_counter() - self._printed > _LINE_SECONDS:
             self._printed = time.perf_counter()
-            self.console.print(f"  {text}{count}", highlight=False, markup=False)
+            self.console.print(f"  {text}{count}", highlight=False, markup=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Print one line that stays; markup in it is followed."""
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, soft_wrap=True)

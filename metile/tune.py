@@ -11,9 +11,11 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from metile import hub, models, report
 from metile.errors import MetileError, mismatch
@@ -84,10 +86,12 @@ def _suite_of(options: argparse.Namespace) -> Suite:
 
 def _dry_run(suite: Suite, target: Target, reporter: Reporter, offline: bool) -> None:
     tuner = Tuner(suite, target, reporter, offline=offline)
+    work = suite.workload
     for spec in suite.models:
         model, _ = hub.load(hub.resolve(spec, offline=offline))
         primary, secondary = tuner.keys(models.find(model))
-        table = Table(title=f"{spec.id} on {target.chip()}", title_justify="left")
+        title = Text(f"{spec.id} on {target.chip()}", "bold")
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("shape", "candidates", "kernels", "seconds"):
             table.add_column(name, justify="left" if name == "shape" else "right")
         rows = estimate(primary, target, neighbours=secondary, budget_seconds=suite.search_seconds)
@@ -98,11 +102,11 @@ def _dry_run(suite: Suite, target: Target, reporter: Reporter, offline: bool) ->
             reporter.say("The model holds nothing that metile knows how to patch; there is nothing to search.")
             continue
         total = min(sum(row.seconds for row in rows), suite.search_seconds)
-        kernels, pairs = sum(row.kernels for row in rows), suite.workload.confirmation_trials + suite.workload.trials
+        kernels, pairs = sum(row.kernels for row in rows), work.confirmation_trials + work.trials
         reporter.say(
             f"{len(rows)} shapes, {sum(row.candidates for row in rows)} candidates, {kernels} kernels to compile."
-            f" The search would take about {total:.0f} s, of at most {suite.search_seconds:.0f} s; after it, plain MLX"
-            f" and the plan each generate {suite.workload.generation_tokens} tokens {pairs} times."
+            f" The search would take about {total:.0f} s (its limit is {suite.search_seconds:.0f} s)."
+            f" After the search, plain MLX and the plan each generate {work.generation_tokens} tokens {pairs} times."
         )
 
 
