@@ -5,6 +5,7 @@ The kernels are ``kernels/linear.metal``. What they must equal stands in `Linear
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -99,12 +100,13 @@ class LinearKey:
 
     def space(self, limits: Limits) -> list[LinearTile]:
         """Return the admissible candidates, the untuned default first."""
-        admitted = [tile for tile in _product(self, limits) if is_valid(self, tile, limits) is None]
+        fitting = _fitting(min(self.rows, _ROWS_AT_ONCE), self.operands, self.dtype, limits)
+        admitted = [tile for tile in fitting if _shape_fault(self, tile, limits) is None]
         return sorted(admitted, key=lambda tile: _distance(self, tile, limits))
 
     def pruned(self, limits: Limits) -> dict[str, int]:
         """Return why candidates of the product were left out."""
-        reasons = (is_valid(self, tile, limits) for tile in _product(self, limits))
+        reasons = (is_valid(self, tile, limits) for tile in _product(min(self.rows, _ROWS_AT_ONCE), limits.lanes))
         return count_reasons([reason for reason in reasons if reason])
 
     def source(self, candidate: LinearTile) -> KernelSource:
@@ -208,16 +210,17 @@ class LinearKey:
         }
 
 
-def _product(key: LinearKey, limits: Limits) -> list[LinearTile]:
+@functools.cache
+def _product(rows_at_once: int, lanes: int) -> tuple[LinearTile, ...]:
     """Return the whole product of plan fields, valid or not."""
     rows = [
-        LinearTile("rows", min(key.rows, _ROWS_AT_ONCE), block_n, 1, wn, unroll, 0, "linear")
+        LinearTile("rows", rows_at_once, block_n, 1, wn, unroll, 0, "linear")
         for block_n, wn, unroll in itertools.product((16, 32, 64), (4, 8, 16, 32, 64), (1, 2, 4))
     ]
     matrix = [
         LinearTile("matrix", block_m, block_n, wm, wn, 1, outer_k, schedule)
         for block_m, block_n, wm, wn, outer_k, schedule in itertools.product(
-            (limits.lanes, 16, 32, 48, 64, 128),
+            (lanes, 16, 32, 48, 64, 128),
             (16, 32, 48, 64, 96, 128, 256),
             (1, 2, 4, 8),
             (1, 2, 4, 8, 16),
@@ -225,42 +228,52 @@ def _product(key: LinearKey, limits: Limits) -> list[LinearTile]:
             SCHEDULES,
         )
     ]
-    return list(dict.fromkeys(rows + matrix))
+    return tuple(dict.fromkeys(rows + matrix))
+
+
+@functools.cache
+def _fitting(rows_at_once: int, operands: int, dtype: str, limits: Limits) -> tuple[LinearTile, ...]:
+    """Return the part of the product that the device admits for some shape."""
+    product = _product(rows_at_once, limits.lanes)
+    return tuple(tile for tile in product if _tile_fault(tile, operands, dtype, limits) is None)
 
 
 def is_valid(key: LinearKey, tile: LinearTile, limits: Limits) -> str | None:
     """Return why a candidate is inadmissible for `key` on a device, or None where it may run."""
+    return _tile_fault(tile, key.operands, key.dtype, limits) or _shape_fault(key, tile, limits)
+
+
+def _tile_fault(tile: LinearTile, operands: int, dtype: str, limits: Limits) -> str | None:
+    """Return why a tile does not fit the device, whatever the shape."""
     if tile.block_n % limits.lanes or tile.block_n % tile.wn:
         return "block_n is not whole fragments for each simdgroup"
-    if tile.block_n >= key.outputs + 64:
-        return "block_n is wider than the matrix"
-    return _rows_fault(key, tile, limits) if tile.program == "rows" else _matrix_fault(key, tile, limits)
-
-
-def _rows_fault(key: LinearKey, tile: LinearTile, limits: Limits) -> str | None:
-    if key.rows > _ROWS_AT_ONCE:
-        return "more rows than the decode program takes at once"
-    if key.operands * tile.block_n // tile.wn * tile.block_m + tile.block_m + 1 > limits.registers:
+    tile_m, tile_n = tile.block_m // tile.wm, tile.block_n // tile.wn
+    if tile.program == "rows":
+        fits = operands * tile_n * tile_m + tile_m + 1 <= limits.registers
+        return None if fits else "accumulators do not fit the registers"
+    if tile.block_m % tile.wm or tile_m % limits.lanes:
+        return "block_m is not whole fragments for each simdgroup"
+    if dtype in limits.tile_dtypes:
+        groups, panels = operands * tile_n // limits.tile_rows, tile_m // limits.tile_rows
+        if tile_n % limits.tile_rows or panels > 2 or not 1 <= groups * panels <= 4:
+            return "accumulators do not fit the tile registers"
+    elif operands * tile_n * tile_m // limits.lanes + tile_m // limits.lanes + 1 > limits.registers:
         return "accumulators do not fit the registers"
     return None
 
 
-def _matrix_fault(key: LinearKey, tile: LinearTile, limits: Limits) -> str | None:
-    tile_m, tile_n = tile.block_m // tile.wm, tile.block_n // tile.wn
-    if tile.block_m % tile.wm or tile_m % limits.lanes:
-        return "block_m is not whole fragments for each simdgroup"
+def _shape_fault(key: LinearKey, tile: LinearTile, limits: Limits) -> str | None:
+    """Return why a tile that fits the device does not fit a shape."""
+    if tile.block_n >= key.outputs + 64:
+        return "block_n is wider than the matrix"
+    if tile.program == "rows":
+        return "more rows than the decode program takes at once" if key.rows > _ROWS_AT_ONCE else None
     if tile.block_m > max(limits.lanes, _whole(key.rows, limits.lanes)):
         return "block_m is taller than the bucket"
     if tile.outer_k >= key.inputs:
         return "outer_k is not less than k"
     if tile.schedule != "linear" and key.rows <= tile.block_m:
         return "a single row of blocks has one order"
-    if key.dtype in limits.tile_dtypes:
-        groups, panels = key.operands * tile_n // limits.tile_rows, tile_m // limits.tile_rows
-        if tile_n % limits.tile_rows or panels > 2 or not 1 <= groups * panels <= 4:
-            return "accumulators do not fit the tile registers"
-    elif key.operands * tile_n * tile_m // limits.lanes + tile_m // limits.lanes + 1 > limits.registers:
-        return "accumulators do not fit the registers"
     depth = _whole(tile.outer_k or key.inputs, 2 * limits.lanes)
     if 4 * (key.operands * tile.block_n * (tile.block_m + 16) + tile.block_m * depth) > limits.threadgroup_bytes:
         return "a block does not fit threadgroup memory"
