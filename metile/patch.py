@@ -49,7 +49,9 @@ def apply(model: nn.Module, plan: Plan, target: Target, *, found: Found | None =
         handle = _patch(plan, target, found or find(model))
         if handle:
             remember(model, handle)
-            target.prepare(handle.weights())
+            weights = handle.weights()
+            target.prepare(weights)
+            target.expect(weights)
         return handle
 
 

@@ -19,7 +19,7 @@ from metile.instances import STATE, patched_class, plain_class, swap
 from metile.ops.base import OpKey, buckets_apart, operation
 from metile.rotary import rope_table
 from metile.sites import Declined, Site, key_at
-from metile.targets.base import Kernel, Target
+from metile.targets.base import Kernel, Output, Target
 from metile.tracing import is_traced
 
 # Targets whose kernels run when they are called; those of the others are nodes of MLX's graph.
@@ -31,20 +31,51 @@ TRACED = "a transformation traces its input"  # why plain MLX ran
 class Entry:
     """A kernel ready to run one key, and how often it did."""
 
-    __slots__ = ("candidate", "engaged", "kernel", "key")
+    __slots__ = ("bound", "candidate", "engaged", "kernel", "key")
 
     def __init__(self, key: OpKey, candidate: Any, kernel: Kernel) -> None:
         self.key, self.candidate, self.kernel, self.engaged = key, candidate, kernel, 0
+        self.bound: dict[tuple[int, ...], Callable[[Sequence[mx.array]], list[mx.array]]] = {}
 
     def run(self, inputs: Sequence[mx.array]) -> mx.array:
         """Launch on `inputs` and return the last output."""
         return self.run_all(inputs)[-1]
 
     def run_all(self, inputs: Sequence[mx.array]) -> list[mx.array]:
-        """Launch on `inputs` and return all outputs."""
-        outputs = self.key.launch(self.kernel, self.candidate, inputs)
+        """Launch on `inputs` and return all outputs.
+
+        The first launch on a shape of x checks the inputs and works the rest out; those after it find that done.
+        """
+        call = self.bound.get(inputs[0].shape)
+        if call is None:
+            binder = _Binder(self.kernel)
+            outputs = self.key.launch(binder, self.candidate, inputs)
+            self.bound[inputs[0].shape] = binder.bound
+        else:
+            outputs = call(inputs)
         self.engaged += 1
         return outputs
+
+
+class _Binder:
+    """Stands in for a kernel once, to keep the launch that an op makes of it."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.source, self.bind = kernel.source, kernel.bind
+        self.bound: Callable[[Sequence[mx.array]], list[mx.array]]
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        outputs: Sequence[Output],
+        *,
+        groups: int,
+        numbers: Sequence[int] = (),
+        poison: bool = False,
+    ) -> list[mx.array]:
+        """Bind the launch, and run it."""
+        self.bound = self.bind(outputs, groups=groups, numbers=numbers)
+        return self.bound(inputs)
 
 
 def pick(plan: Plan, op: OpKey, rows: int, tokens: int = 0) -> tuple[OpKey, Any] | str:

@@ -22,7 +22,7 @@ def linear_source(dtype: mx.Dtype = mx.float32) -> KernelSource:
         inputs=("x", "w"),
         outputs=("y",),
         numbers=("outer_k",),
-        scratch=f"Accumulator<{t}, 1, {tile}>::bytes + Stage<{t}, {BLOCK}>::bytes(outer_k)",
+        scratch=f"Accumulator<{t}, 1, {tile}>::bytes(outer_k) + Stage<{t}, {BLOCK}>::bytes(outer_k)",
     )
 
 

@@ -39,7 +39,7 @@ source = KernelSource(
     inputs=("x", "w"),
     outputs=("y",),
     numbers=("outer_k",),
-    scratch="Accumulator<float, 1, 32, 32, 1, 1>::bytes + Stage<float, 32>::bytes(outer_k)",
+    scratch="Accumulator<float, 1, 32, 32, 1, 1>::bytes(outer_k) + Stage<float, 32>::bytes(outer_k)",
 )
 rng = np.random.default_rng(0)
 x, w = rng.standard_normal((70, 127), np.float32), rng.standard_normal((65, 127), np.float32)

@@ -9,6 +9,9 @@
 #include <sys/mman.h>
 #include <time.h>
 
+#include "host/lookahead.h"
+#include "host/outputs.h"
+
 extern "C" {
 struct PyBuffer {  // Py_buffer, stable since Python 3.11
   void* data;
@@ -21,28 +24,14 @@ struct PyBuffer {  // Py_buffer, stable since Python 3.11
 };
 int PyObject_GetBuffer(void* object, PyBuffer* view, int flags);
 void PyBuffer_Release(PyBuffer* view);
-void* PyCapsule_New(void* pointer, const char* name, void (*destructor)(void*));
-void* PyCapsule_GetPointer(void* capsule, const char* name);
-int PyCapsule_IsValid(void* capsule, const char* name);
 int PyList_SetItem(void* list, int64_t index, void* item);  // takes over the reference to item
 void* PyEval_SaveThread();
 void PyEval_RestoreThread(void* state);
-
-struct DLManagedTensor {  // dlpack.h, version 0.8
-  void* data;
-  int32_t device_type, device_id, ndim;
-  uint8_t code, bits;
-  uint16_t lanes;
-  int64_t *shape, *strides;
-  uint64_t byte_offset;
-  void* context;
-  void (*deleter)(DLManagedTensor*);
-};
 }
 
 namespace {
 
-constexpr int kMaxDims = 8, kMaxArrays = 12, kMaxThreads = 256, kLayout = 1000;
+constexpr int kMaxArrays = 12, kMaxThreads = 256, kLayout = 1000;
 constexpr int kStrides = 0x0010 | 0x0008;  // PyBUF_STRIDES
 
 struct Array {  // what a kernel's entry reads of one input or output; strides in bytes
@@ -74,7 +63,8 @@ struct Pool {
   Job job;
   uint64_t generation;              // counts launches; workers wait for the next
   uint64_t open;                    // the generation that may still be joined, 0 when none
-  uint32_t next, active, sleepers;  // next group; workers inside the job; workers asleep
+  uint64_t left;                    // groups not taken yet: the first in the low half, the one after the last above
+  uint32_t active, sleepers;        // workers inside the job; workers asleep
   Scratch scratch[kMaxThreads];
 };
 
@@ -113,22 +103,31 @@ void reserve(Scratch& scratch, int64_t bytes) {
   memset(scratch.tag, 0, sizeof scratch.tag);
 }
 
-void take_groups(const Job& job, Scratch& scratch) {
-  reserve(scratch, job.scratch_bytes);
-  memset(scratch.tag, 0, sizeof scratch.tag);
+// Take a group from the front or from the back of what is left; false when nothing is.
+bool take(bool back, uint32_t* group) {
+  uint64_t left = __atomic_load_n(&pool.left, __ATOMIC_RELAXED);
   for (;;) {
-    const uint32_t group = __atomic_fetch_add(&pool.next, 1, __ATOMIC_RELAXED);
-    if (group >= job.groups) return;
-    job.entry(job.arrays, job.numbers, group, &scratch);
+    const uint32_t first = static_cast<uint32_t>(left), end = left >> 32;
+    if (first >= end) return false;
+    const uint64_t rest = back ? left - (uint64_t{1} << 32) : left + 1;
+    *group = back ? end - 1 : first;
+    if (__atomic_compare_exchange_n(&pool.left, &left, rest, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return true;
   }
 }
 
-uint64_t wait_for_generation(uint64_t seen) {
+// The calling thread works from the front and the workers from the back, so each walks through memory in order.
+void take_groups(const Job& job, Scratch& scratch, bool back) {
+  reserve(scratch, job.scratch_bytes);
+  memset(scratch.tag, 0, sizeof scratch.tag);
+  for (uint32_t group; take(back, &group);) job.entry(job.arrays, job.numbers, group, &scratch);
+}
+
+uint64_t wait_for_generation(uint64_t seen, int worker, Fetcher& fetcher) {
   const int64_t deadline = now_ns() + pool.spin_ns;
   for (int i = 0;; ++i) {
     const uint64_t generation = __atomic_load_n(&pool.generation, __ATOMIC_ACQUIRE);
     if (generation != seen) return generation;
-    relax();
+    if (!fetcher.fetch(worker)) relax();
     if ((i & 63) == 63 && now_ns() > deadline) break;
   }
   pthread_mutex_lock(&pool.sleeping);
@@ -141,11 +140,12 @@ uint64_t wait_for_generation(uint64_t seen) {
 
 // A worker that wakes late finds the job closed and takes no part: nobody ever waits for a sleeper.
 void* work(void* argument) {
-  Scratch& scratch = pool.scratch[reinterpret_cast<intptr_t>(argument)];
+  const int worker = static_cast<int>(reinterpret_cast<intptr_t>(argument));
+  Fetcher fetcher;
   for (uint64_t seen = 0;;) {
-    seen = wait_for_generation(seen);
+    seen = wait_for_generation(seen, worker, fetcher);
     __atomic_fetch_add(&pool.active, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&pool.open, __ATOMIC_SEQ_CST) == seen) take_groups(pool.job, scratch);
+    if (__atomic_load_n(&pool.open, __ATOMIC_SEQ_CST) == seen) take_groups(pool.job, pool.scratch[worker], true);
     __atomic_fetch_sub(&pool.active, 1, __ATOMIC_SEQ_CST);
   }
   return nullptr;
@@ -177,46 +177,12 @@ void run(const Job& job) {
   pthread_mutex_lock(&pool.launching);
   if (!pool.started) start_workers();
   pool.job = job;
-  __atomic_store_n(&pool.next, 0, __ATOMIC_RELAXED);
+  __atomic_store_n(&pool.left, static_cast<uint64_t>(job.groups) << 32, __ATOMIC_RELAXED);
   if (job.groups > 1 && pool.threads > 1) call_workers();
-  take_groups(job, pool.scratch[0]);
+  take_groups(job, pool.scratch[0], false);
   __atomic_store_n(&pool.open, 0, __ATOMIC_SEQ_CST);
   while (__atomic_load_n(&pool.active, __ATOMIC_SEQ_CST) != 0) relax();
   pthread_mutex_unlock(&pool.launching);
-}
-
-// ---- outputs: buffers that MLX adopts through DLPack, recycled by size ----
-
-constexpr int kClasses = 40, kKept = 16;
-struct {
-  pthread_mutex_t lock;
-  void* kept[kClasses][kKept];
-  int count[kClasses];
-} bins = {PTHREAD_MUTEX_INITIALIZER, {}, {}};
-
-int size_class(int64_t bytes) {
-  int c = 6;
-  while ((int64_t{1} << c) < bytes) ++c;
-  return c;
-}
-
-void* acquire(int64_t bytes) {
-  const int c = size_class(bytes);
-  void* memory = nullptr;
-  pthread_mutex_lock(&bins.lock);
-  if (bins.count[c] > 0) memory = bins.kept[c][--bins.count[c]];
-  pthread_mutex_unlock(&bins.lock);
-  if (memory == nullptr && posix_memalign(&memory, 64, int64_t{1} << c) != 0) return nullptr;
-  return memory;
-}
-
-void recycle(void* memory, int64_t bytes) {
-  const int c = size_class(bytes);
-  pthread_mutex_lock(&bins.lock);
-  const bool keep = c <= 24 && bins.count[c] < kKept;
-  if (keep) bins.kept[c][bins.count[c]++] = memory;
-  pthread_mutex_unlock(&bins.lock);
-  if (!keep) free(memory);
 }
 
 void after_fork() {  // a child has none of the parent's threads: begin anew
@@ -226,24 +192,7 @@ void after_fork() {  // a child has none of the parent's threads: begin anew
   pool.started = 0;
   pool.generation = pool.open = 0;
   pool.active = pool.sleepers = 0;
-  pthread_mutex_init(&bins.lock, nullptr);  // another thread may have been between the two lines that it guards
-  memset(bins.count, 0, sizeof bins.count);
-}
-
-struct Output {  // the tensor handed to MLX and the numbers its pointers point to
-  DLManagedTensor tensor;
-  int64_t shape[kMaxDims], bytes;
-};
-
-void delete_output(DLManagedTensor* tensor) {
-  Output* output = reinterpret_cast<Output*>(tensor);
-  recycle(tensor->data, output->bytes);
-  free(output);
-}
-
-void delete_capsule(void* capsule) {  // only one that nobody consumed still has this name
-  if (PyCapsule_IsValid(capsule, "dltensor"))
-    delete_output(static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor")));
+  forget_outputs();
 }
 
 Array describe(const PyBuffer& view) {
@@ -327,6 +276,15 @@ int64_t metile_huge_pages(void* object) {
   return agreed;
 }
 
+// Let workers look ahead to an array's memory; returns 0, or -1 where the object has no buffer.
+int metile_expect(void* object) {
+  PyBuffer view;
+  if (PyObject_GetBuffer(object, &view, kStrides) != 0) return -1;
+  registered(view.data, true);
+  PyBuffer_Release(&view);
+  return 0;
+}
+
 // Run a kernel. `inputs` are objects with the buffer protocol (MLX arrays are evaluated by it); `capsules`,
 // a list, receives one DLPack capsule an output. Returns 0, or 1 + the index of an input that gave no buffer (a Python
 // error is then set), or kLayout + the index of one that does not fold to a matrix, or -1 when memory ran out.
@@ -370,9 +328,16 @@ int metile_launch(const Launch* launch, void** inputs, void* capsules) {
   }
   if (status == 0) {
     const Job job = {launch->entry, arrays, launch->numbers, static_cast<uint32_t>(launch->groups), launch->scratch_bytes};
+    Region regions[kTogether];
+    int weights = 0;
+    for (int i = 0; i < count && weights < kTogether; ++i)
+      if (registered(arrays[i].data, false))
+        regions[weights++] = Region{static_cast<const char*>(arrays[i].data), views[i].shape[0] * views[i].strides[0]};
+    const Registered* now = note_launch(regions, weights);
     void* state = PyEval_SaveThread();
     run(job);
     PyEval_RestoreThread(state);
+    if (now != nullptr) want_next(now);
   }
   for (int i = 0; i < held; ++i) PyBuffer_Release(&views[i]);
   for (int i = 0; i < launch->output_count && outputs[i]; ++i) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,6 +89,11 @@ class Kernel(Protocol):
     ) -> list[mx.array]:
         """Run over `groups` threadgroups; with `poison`, outputs hold NaN until written."""
 
+    def bind(
+        self, outputs: Sequence[Output], *, groups: int, numbers: Sequence[int] = ()
+    ) -> Callable[[Sequence[mx.array]], list[mx.array]]:
+        """Return the launch with everything fixed but the arrays: what a layer calls at every token."""
+
 
 class Target(Protocol):
     """A machine kernels run on."""
@@ -101,6 +106,9 @@ class Target(Protocol):
 
     def prepare(self, weights: Iterable[mx.array]) -> int:
         """Do what makes streaming these weights faster without copying them; return the bytes concerned."""
+
+    def expect(self, weights: Iterable[mx.array]) -> None:
+        """Make ready for these weights to be read again and again, in the same order, by a model in use."""
 
     def compile(self, source: KernelSource) -> Kernel:
         """Compile a kernel, or find it compiled.

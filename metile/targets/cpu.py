@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ def _host() -> Any:
     library.metile_configure.restype = None
     library.metile_huge_pages.argtypes = (ctypes.py_object,)
     library.metile_huge_pages.restype = ctypes.c_int64
+    library.metile_expect.argtypes = (ctypes.py_object,)
     library.metile_configure(thread_count(), _SPIN_NANOSECONDS)
     return library
 
@@ -157,6 +158,22 @@ class CpuKernel:
             raise MemoryError(f"[{self.source.name}] expected memory for the outputs but got none")
         return [mx.from_dlpack(_Capsule(capsule)) for capsule in capsules]
 
+    def bind(
+        self, outputs: Sequence[Output], *, groups: int, numbers: Sequence[int] = ()
+    ) -> Callable[[Sequence[mx.array]], list[mx.array]]:
+        """Return a launch with everything fixed but the arrays; see `metile.targets.base.Kernel`."""
+        launch, count = self._describe(outputs, groups, numbers, False), len(outputs)
+        address, run, held_type = ctypes.addressof(launch), self._run, self._inputs
+
+        def call(inputs: Sequence[mx.array], launch: _Launch = launch) -> list[mx.array]:
+            held = held_type(*inputs)
+            capsules: list[object] = [None] * count
+            if run(address, ctypes.addressof(held), id(capsules)):
+                return self(inputs, outputs, groups=groups, numbers=numbers)  # an array that needs a copy first
+            return [mx.from_dlpack(_Capsule(capsule)) for capsule in capsules]
+
+        return call
+
     def _contiguous(self, index: int, array: mx.array) -> mx.array:
         if array.ndim > _MAX_DIMS:
             expected = f"{self.source.inputs[index]} of at most {_MAX_DIMS} axes"
@@ -225,6 +242,15 @@ class CpuTarget:
         """
         host = _host()
         return sum(max(host.metile_huge_pages(weight), 0) for weight in weights)
+
+    def expect(self, weights: Iterable[mx.array]) -> None:
+        """Let idle workers fetch these weights while Python prepares the launch that will read them.
+
+        For the weights of a model in use. Weights that a measurement wants cold must not be expected.
+        """
+        host = _host()
+        for weight in weights:
+            host.metile_expect(weight)
 
     def compile_all(self, sources: Sequence[KernelSource]) -> list[Kernel | CompileError]:
         """Compile many kernels in parallel; a rejected one gives its error in place of the kernel."""
