@@ -35,7 +35,7 @@ class Entry:
 
     def __init__(self, key: OpKey, candidate: Any, kernel: Kernel) -> None:
         self.key, self.candidate, self.kernel, self.engaged = key, candidate, kernel, 0
-        self.bound: dict[tuple[int, ...], Callable[[Sequence[mx.array]], list[mx.array]]] = {}
+        self.bound: dict[Any, Callable[[Sequence[mx.array]], list[mx.array]]] = {}
 
     def run(self, inputs: Sequence[mx.array]) -> mx.array:
         """Launch on `inputs` and return the last output."""
@@ -46,11 +46,17 @@ class Entry:
 
         The first launch on a shape of x checks the inputs and works the rest out; those after it find that done.
         """
-        call = self.bound.get(inputs[0].shape)
+        return self.run_bound(inputs[0].shape, lambda kernel: self.key.launch(kernel, self.candidate, inputs), inputs)
+
+    def run_bound(
+        self, place: Any, launch: Callable[[Kernel], list[mx.array]], inputs: Sequence[mx.array]
+    ) -> list[mx.array]:
+        """Run the launch kept at `place`, or the one that `launch` makes of the kernel, which is then kept."""
+        call = self.bound.get(place)
         if call is None:
             binder = _Binder(self.kernel)
-            outputs = self.key.launch(binder, self.candidate, inputs)
-            self.bound[inputs[0].shape] = binder.bound
+            outputs = launch(binder)
+            self.bound[place] = binder.bound
         else:
             outputs = call(inputs)
         self.engaged += 1

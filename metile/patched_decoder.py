@@ -18,6 +18,7 @@ from metile.ops.base import DTYPES
 from metile.patched import TRACED, Entry, MlpState, Runtime, State
 from metile.rotary import rope_kind
 from metile.sites import Site
+from metile.targets.base import Kernel
 from metile.tracing import is_traced
 
 # By the number of positional arguments, which of x, mask and cache may come by name.
@@ -97,7 +98,8 @@ class AttentionState(DecoderState):
             return None
         length = projected[0].shape[1]
         entry = self.runtime.entry(self.feature, self.rope, length)
-        if isinstance(entry, str) or any(y.dtype != DTYPES[self.op.dtype] or is_traced(y) for y in projected):
+        dtype = DTYPES[self.op.dtype]
+        if isinstance(entry, str) or any(y.dtype != dtype for y in projected) or is_traced(*projected):
             return None
         offset = 0 if cache is None else cache.offset
         table = self.runtime.table(self.rope_kind, rope, offset + length, self.op.dimension)
@@ -124,9 +126,11 @@ class AttentionState(DecoderState):
         key = entry.key
         assert isinstance(key, AttentionKey)
         mx.eval(inputs)  # together: one by one they would wake MLX's thread three times
-        y = key.attend(entry.kernel, entry.candidate, inputs, scale=scale, causal=causal)
-        entry.engaged += 1
-        return y
+
+        def launch(kernel: Kernel) -> list[mx.array]:
+            return [key.attend(kernel, entry.candidate, inputs, scale=scale, causal=causal)]
+
+        return entry.run_bound((inputs[0].shape, causal), launch, inputs)[0]
 
     def _kernel(self, q: Any, k: Any, v: Any, mask: Any) -> Entry | str:
         """Return the kernel for a call, or why plain MLX runs it."""
@@ -136,7 +140,13 @@ class AttentionState(DecoderState):
         if mask is not None and not (isinstance(mask, str) and mask == "causal"):
             return "the mask is an array"
         dtype = DTYPES[op.dtype]
-        if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype or v.shape[-1] != op.dimension:
+        if (
+            q.dtype != dtype
+            or k.dtype != dtype
+            or v.dtype != dtype
+            or v.shape[-1] != op.dimension
+            or k.shape != v.shape
+        ):
             return "q, k and v are of other dtypes or widths than the weights say"
         length, tokens = q.shape[1 if q.ndim == 3 else 2], k.shape[2]
         if length > tokens:
@@ -144,8 +154,8 @@ class AttentionState(DecoderState):
         place = length, token_bucket(tokens)
         if place not in self.kernels:
             self.kernels[place] = self.runtime.entry(self.feature, op, length, tokens)
-        traced = is_traced(q) or is_traced(k) or is_traced(v)  # one without the others: a cache, or weights of one
-        return TRACED if traced else self.kernels[place]
+        # One may be traced without the others: a cache, or the weights of one.
+        return TRACED if is_traced(q, k, v) else self.kernels[place]
 
 
 class LayerState(DecoderState):

@@ -22,21 +22,21 @@ _runs = _Runs()
 _toggling = threading.Lock()  # compilation is enabled and disabled for the whole process
 
 
-def _identity(x: mx.array) -> mx.array:
+def _identity(*arrays: mx.array) -> mx.array:
     _runs.count += 1
-    return x
+    return arrays[0]
 
 
 _probe = mx.compile(_identity, shapeless=True)
 
 
-def is_traced(x: mx.array) -> bool:
-    """Return whether a transformation is tracing `x`. Never evaluates it."""
+def is_traced(*arrays: mx.array) -> bool:
+    """Return whether a transformation is tracing any of `arrays`, one or more. Never evaluates them."""
     before = _runs.count
-    _probe(x)
+    _probe(*arrays)
     if _runs.count == before:
         return False
-    return _runs_again(x) and (compiling() or _traced_with_compilation(x))
+    return _runs_again(*arrays) and (compiling() or _traced_with_compilation(*arrays))
 
 
 def compiling() -> bool:
@@ -46,20 +46,20 @@ def compiling() -> bool:
     return not _runs_again(ordinary)
 
 
-def _runs_again(x: mx.array) -> bool:
-    """Return whether the probe runs in Python for an argument of a kind it has just met."""
+def _runs_again(*arrays: mx.array) -> bool:
+    """Return whether the probe runs in Python for arguments of a kind it has just met."""
     before = _runs.count
-    _probe(x)
+    _probe(*arrays)
     return _runs.count != before
 
 
-def _traced_with_compilation(x: mx.array) -> bool:
+def _traced_with_compilation(*arrays: mx.array) -> bool:
     with _toggling:
         if compiling():  # meanwhile another thread enabled it
-            return _runs_again(x)
+            return _runs_again(*arrays)
         mx.enable_compile()
         try:
-            _probe(x)
-            return _runs_again(x)
+            _probe(*arrays)
+            return _runs_again(*arrays)
         finally:
             mx.disable_compile()

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cpu_kernels import elementwise_source, linear_source
+from small_kernels import elementwise_source, linear_source
 
 from metile.errors import MetileError
 from metile.files import CACHE_VARIABLE, cache_root, data_root

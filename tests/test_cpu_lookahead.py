@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from cpu_kernels import linear, linear_source
+from small_kernels import linear, linear_source
 
 from metile.targets.base import Kernel, KernelSource, Output
 from metile.targets.cpu import CpuTarget

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from cpu_kernels import BLOCK, elementwise_source, linear, linear_source
+from small_kernels import BLOCK, elementwise_source, linear, linear_source
 
 from metile.errors import MetileError
 from metile.targets.base import Kernel, Output

@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from cpu_kernels import linear, linear_source
+from small_kernels import linear, linear_source
 
 from metile.errors import MetileError
 from metile.targets.base import Kernel
@@ -28,7 +28,7 @@ import os, sys
 sys.path.insert(0, {tests!r})
 {before}
 import mlx.core as mx
-from cpu_kernels import linear, linear_source
+from small_kernels import linear, linear_source
 from metile.targets.cpu import CpuTarget, thread_count
 kernel = CpuTarget().compile(linear_source())
 x, w = mx.ones((200, 64)), mx.ones((100, 64))

@@ -19,6 +19,7 @@ from metile.ops.attention import AttentionKey
 from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
 from metile.ops.rope import RopeKey
+from metile.patched import Entry
 
 TRACED = "a transformation traces its input"
 ERROR = RuntimeError("no more threads\nand more")
@@ -307,7 +308,13 @@ def test_one_failing_layer_leaves_the_others_patched(monkeypatch: pytest.MonkeyP
     expected = outputs(model)
     handle = patched(model, "attention")
     calls: list[int] = []
-    raising(monkeypatch, AttentionKey, "attend", lambda _: calls.append(1) or len(calls) == 4)  # layer 1, first decode
+
+    def fourth(entry: Entry) -> bool:  # of layer 1, in the first decode step
+        if entry.key.family == "attention":
+            calls.append(1)
+        return entry.key.family == "attention" and len(calls) == 4
+
+    raising(monkeypatch, Entry, "run_bound", fourth)
     close(outputs(model), expected)
     assert list(failures(handle)) == ["model.layers.1.self_attn"]
     assert attended(handle) == 4
