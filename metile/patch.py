@@ -6,6 +6,8 @@ Only instances are changed, never a class that another model uses: see `metile.i
 
 from __future__ import annotations
 
+import threading
+
 import mlx.nn as nn
 
 from metile.dispatch import FEATURES, Plan
@@ -50,7 +52,7 @@ def apply(model: nn.Module, plan: Plan, target: Target, *, found: Found | None =
         if handle:
             remember(model, handle)
             weights = handle.weights()
-            target.prepare(weights)
+            threading.Thread(target=target.prepare, args=(weights,), daemon=True).start()  # nothing waits for it
             target.expect(weights)
         return handle
 

@@ -267,12 +267,14 @@ int64_t metile_huge_pages(void* object) {
   for (int d = 0; d < view.ndim; ++d) bytes *= view.shape[d];
   const uintptr_t first = reinterpret_cast<uintptr_t>(view.data) / kHugePage * kHugePage;
   const uintptr_t last = (reinterpret_cast<uintptr_t>(view.data) + bytes + kHugePage - 1) / kHugePage * kHugePage;
-  PyBuffer_Release(&view);
   int64_t agreed = 0;
+  void* state = PyEval_SaveThread();  // a second for every few hundred megabytes: others go on meanwhile
 #if defined(__linux__)
   for (uintptr_t page = first; page < last; page += kHugePage)
     if (madvise(reinterpret_cast<void*>(page), kHugePage, kAdviseCollapse) == 0) agreed += kHugePage;
 #endif
+  PyEval_RestoreThread(state);
+  PyBuffer_Release(&view);
   return agreed;
 }
 

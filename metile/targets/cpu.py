@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import platform
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +48,10 @@ class _Launch(ctypes.Structure):
         ("numbers", ctypes.c_int64 * 16),
         ("outputs", _OutputSpec * 4),
     )
+
+
+def _gone() -> None:
+    """Stand for a reference to nothing."""
 
 
 class _Capsule:
@@ -220,6 +225,7 @@ class CpuTarget:
             tile_rows=16 if self.isa.has_tiles else 0,
         )
         self._kernels: dict[str, CpuKernel] = {}
+        self._prepared: dict[int, weakref.ref[mx.array]] = {}
 
     def chip(self) -> str:
         """Return the processor's name, the instruction set in use, and the number of threads."""
@@ -238,10 +244,13 @@ class CpuTarget:
     def prepare(self, weights: Iterable[mx.array]) -> int:
         """Put huge pages under weights that will be streamed, where the system has them; return the bytes covered.
 
-        The weights stay in place and no memory is added. On one Xeon it made streaming about a fifth faster.
+        The weights stay in place and no memory is added. What was prepared before is not prepared again. On one Xeon
+        it made streaming about a fifth faster.
         """
         host = _host()
-        return sum(max(host.metile_huge_pages(weight), 0) for weight in weights)
+        fresh = [weight for weight in weights if self._prepared.get(id(weight), _gone)() is not weight]
+        self._prepared.update((id(weight), weakref.ref(weight)) for weight in fresh)
+        return sum(max(host.metile_huge_pages(weight), 0) for weight in fresh)
 
     def expect(self, weights: Iterable[mx.array]) -> None:
         """Let idle workers fetch these weights while Python prepares the launch that will read them.
