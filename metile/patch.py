@@ -7,6 +7,7 @@ Only instances are changed, never a class that another model uses: see `metile.i
 from __future__ import annotations
 
 import threading
+import weakref
 
 import mlx.nn as nn
 
@@ -52,8 +53,11 @@ def apply(model: nn.Module, plan: Plan, target: Target, *, found: Found | None =
         if handle:
             remember(model, handle)
             weights = handle.weights()
-            threading.Thread(target=target.prepare, args=(weights,), daemon=True).start()  # nothing waits for it
             target.expect(weights)
+            held = [weakref.ref(weight) for weight in weights]
+            living = (weight for reference in held if (weight := reference()) is not None)
+            threading.Thread(target=target.prepare, args=(living,), daemon=True).start()  # nothing waits for it
+            del weights
         return handle
 
 

@@ -22,6 +22,7 @@ from metile.targets.isa import Isa, current_isa, supported_isas
 
 _SPIN_NANOSECONDS = 200_000  # a worker waits this long for the next launch before it sleeps
 _MAX_DIMS = 8
+_HUGE_BYTES = 256 << 10  # weights below this are not worth a huge page
 _LAYOUT = 1000  # status of metile_launch for an input that does not fold to a matrix, plus its index
 _CACHE_BYTES = 2 << 20  # of threadgroup memory: what stays in a core's second-level cache
 _DLPACK_TYPES = {mx.float32: (2, 32), mx.float16: (2, 16), mx.bfloat16: (4, 16), mx.uint32: (1, 32)}
@@ -248,9 +249,12 @@ class CpuTarget:
         it made streaming about a fifth faster.
         """
         host = _host()
-        fresh = [weight for weight in weights if self._prepared.get(id(weight), _gone)() is not weight]
-        self._prepared.update((id(weight), weakref.ref(weight)) for weight in fresh)
-        return sum(max(host.metile_huge_pages(weight), 0) for weight in fresh)
+        covered = 0
+        for weight in weights:  # one at a time: no other is kept alive by this
+            if weight.nbytes >= _HUGE_BYTES and self._prepared.get(id(weight), _gone)() is not weight:
+                self._prepared[id(weight)] = weakref.ref(weight)
+                covered += max(host.metile_huge_pages(weight), 0)
+        return covered
 
     def expect(self, weights: Iterable[mx.array]) -> None:
         """Let idle workers fetch these weights while Python prepares the launch that will read them.
