@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream
-from mlx_lm.models.cache import make_prompt_cache
 
 from metile.errors import mismatch
 from metile.files import data_root
@@ -128,17 +127,8 @@ class Probe:
 
 
 def probe(model: nn.Module, prompt: mx.array, workload: Workload, clock: Clock = time.perf_counter) -> Probe:
-    """Time the prefill and `workload.plan_decode_steps` decode steps, for comparing plans cheaply."""
-    cache: list[Any] = make_prompt_cache(model)
-    start = clock()
-    step = workload.prefill_step_size
-    for begin in range(0, prompt.shape[0] - 1, step):
-        model(prompt[begin : min(begin + step, prompt.shape[0] - 1)][None], cache=cache)
-        mx.eval([entry.state for entry in cache])
-    prefilled = clock()
-    token = prompt[-1:]
-    for _ in range(workload.plan_decode_steps):
-        token = mx.argmax(model(token[None], cache=cache)[:, -1, :], axis=-1)
-        mx.eval(token)
-    end = clock()
-    return Probe(prefilled - start, (end - prefilled) / workload.plan_decode_steps)
+    """Time the prefill and `workload.plan_decode_steps` steps of a generation, for comparing plans cheaply."""
+    short = workload.replace(generation_tokens=workload.plan_decode_steps + 1, delay_seconds=0.0)
+    sample = generate(model, prompt, short, clock).sample
+    tokens = max(int(prompt.shape[0]) - 1, 1)
+    return Probe(tokens / sample.prefill_tokens_per_second, 1 / sample.decode_tokens_per_second)
