@@ -27,7 +27,7 @@ from metile.sites import Found
 from metile.store import DecisionStore, machine_key
 from metile.suites import Suite, SuiteModel, Workload
 from metile.targets.base import Target
-from metile.workload import Generation, generate, text_prompt
+from metile.workload import Generation, generate, text_prompt, token_ids
 
 _WARM_TOKENS = 2
 
@@ -187,7 +187,7 @@ class Tuner:
         if tuning.candidate is None:
             return
         with self.reporter.stage("verify", f"{prompt.shape[0]} tokens against plain MLX and float32"):
-            tokens = [int(token) for token in prompt.tolist()]  # type: ignore[union-attr,arg-type]
+            tokens = token_ids(prompt)
             tuning.verdict = judge_plan(model, tuning.candidate, self.target, tokens)
         if not tuning.verdict.ok:
             tuning.refused = tuple(tuning.verdict.reasons)
@@ -207,7 +207,7 @@ class Tuner:
         plain, ours = tuning.pairs[0]
         if plain.tokens == ours.tokens:
             return f"the plan generates the same {len(plain.tokens)} greedy tokens as plain MLX"
-        tokens = [int(token) for token in prompt.tolist()]  # type: ignore[union-attr,arg-type]
+        tokens = token_ids(prompt)
         difference = verify.explain_difference(model, tokens, plain.tokens, ours.tokens)
         if difference is None or difference.tie is None:
             return "the generations differ in length"

@@ -49,6 +49,12 @@ def random_prompt(model: nn.Module, tokens: int, seed: int) -> mx.array:
     return prompt
 
 
+def token_ids(prompt: mx.array) -> list[int]:
+    """Return a prompt's tokens as integers."""
+    values: Any = prompt.tolist()
+    return [int(token) for token in values]
+
+
 def text_prompt(tokenizer: Any, tokens: int, seed: int) -> mx.array:
     """Return a prompt of English prose, which a model knows better than random tokens: shape [tokens], int32.
 
