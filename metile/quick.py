@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.nn as nn
 
 from metile.dispatch import Plan
@@ -12,7 +10,7 @@ from metile.ops.base import ROW_BUCKETS
 from metile.plan import PlanSearch, judge_plan, useful_features
 from metile.suites import Workload
 from metile.targets.base import Target
-from metile.workload import random_prompt
+from metile.workload import random_prompt, token_ids
 
 _MOST_ROWS, _CONTEXT = 512, 1024  # the buckets that a quick plan covers
 _TOKENS = 24  # of the prompt it is tried on
@@ -39,8 +37,7 @@ def quick_plan(model: nn.Module, target: Target) -> tuple[Plan | None, str]:
         return None, "the model holds nothing that metile knows how to patch"
     plan = Plan(target.name, frozenset(features), choices)
     prompt = random_prompt(model, _TOKENS, seed=0)
-    tokens: Any = prompt.tolist()
-    verdict = judge_plan(model, plan, target, [int(token) for token in tokens])
+    verdict = judge_plan(model, plan, target, token_ids(prompt))
     if not verdict.ok:
         return None, f"untuned kernels do not verify on this model: {'; '.join(verdict.reasons)}"
     short = Workload(_TOKENS, 4, 1, 1, 2, 1, 0.0, 2048, 0)
