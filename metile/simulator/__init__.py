@@ -1,0 +1,1 @@
+"""Metal kernels on a machine without Metal."""
