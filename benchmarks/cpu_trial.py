@@ -19,7 +19,8 @@ from metile.check import Case, fault
 from metile.errors import MetileError
 from metile.measure import sample, sets_needed
 from metile.ops.base import row_bucket
-from metile.ops.linear import LinearKey, LinearTile
+from metile.ops.linear import LinearKey
+from metile.ops.linear_tile import LinearTile
 from metile.search import sampled
 from metile.targets.base import Kernel
 from metile.targets.compiler import CompileError

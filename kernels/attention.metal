@@ -8,24 +8,24 @@
 template <typename T, int D, int BQ, int BK>
 inline void attention_matrix(Heads<const device T> q, Heads<const device T> k, Heads<const device T> v,
                              Heads<device T> y, float scale, bool causal, Group group) {
-  typedef Accumulator<T, 1, BQ, BK, BQ / score_tile_m, BK / score_tile_n> Scores;
+  typedef Accumulator<T, 1, BQ, BK, score_wm(BQ), score_wn(BK), 1, 0> Scores;
   typedef QueryBlock<T, BQ, BK, D> Queries;
-  const long blocks = ceil_div(q.rows, BQ), head = group.index / blocks % q.heads;
-  const long batch = group.index / (blocks * q.heads);
+  const Index blocks = ceil_div(q.rows, BQ), head = group.index / blocks % q.heads;
+  const Index batch = group.index / (blocks * q.heads);
   // The last block of queries sees the most keys: begin with it.
-  const long first = (blocks - 1 - group.index % blocks) * BQ, past = k.rows - q.rows;
-  const long key_head = head * k.heads / q.heads;
-  const long visible = causal ? min_of(k.rows, past + first + BQ) : k.rows;
+  const Index first = (blocks - 1 - group.index % blocks) * BQ, past = k.rows - q.rows;
+  const Index key_head = head * k.heads / q.heads;
+  const Index visible = causal ? min_of(k.rows, past + first + BQ) : k.rows;
 
   const Matrix<const device T> keys[] = {k.head(batch, key_head)};
-  Stage<T, BQ> staged;
+  Stage<T, BQ, D> staged;
   staged.load(group, Scores::bytes(D) + Queries::bytes, q.head(batch, head), first, 0, D);
   Scores scores(group, 0);
   Queries outputs(group, Scores::bytes(D));
-  for (long n = 0; n < visible; n += BK) {
+  for (Index n = 0; n < visible; n += BK) {
     scores.multiply_accumulate(staged, keys, n, 0, D, true);
-    outputs.softmax(scores.memory, scale, n, k.rows, causal ? past + first : k.rows);
-    outputs.accumulate(scores.memory, v.head(batch, key_head), n);
+    outputs.softmax(scores, scale, n, k.rows, causal ? past + first : k.rows);
+    outputs.accumulate(scores, v.head(batch, key_head), n);
   }
   outputs.store(y.head(batch, head), first);
 }
@@ -33,18 +33,18 @@ inline void attention_matrix(Heads<const device T> q, Heads<const device T> k, H
 template <typename T, int D, int HEADS, int BK>
 inline void attention_rows(Heads<const device T> q, Heads<const device T> k, Heads<const device T> v,
                            Heads<device T> y, float scale, Group group) {
-  typedef RowAccumulator<T, 1, HEADS, BK, BK / row_tile_n(HEADS), 1> Scores;
+  typedef RowAccumulator<T, 1, HEADS, BK, row_wn(BK, HEADS), 1, D> Scores;
   typedef QueryRows<T, HEADS, BK, D> Queries;
-  const long key_head = group.index % k.heads, batch = group.index / k.heads;
+  const Index key_head = group.index % k.heads, batch = group.index / k.heads;
   const Matrix<const device T> keys[] = {k.head(batch, key_head)};
   RowStage<T, HEADS> staged;
   staged.load(group, Scores::bytes + Queries::bytes, q.across(batch, key_head * HEADS, HEADS), 0);
   Scores scores(group, 0);
   Queries outputs(group, Scores::bytes);
-  for (long n = 0; n < k.rows; n += BK) {
+  for (Index n = 0; n < k.rows; n += BK) {
     scores.multiply(staged, keys, n);
-    outputs.softmax(scores.memory, scale, n, k.rows);
-    outputs.accumulate(scores.memory, v.head(batch, key_head), n);
+    outputs.softmax(scores, scale, n, k.rows);
+    outputs.accumulate(scores, v.head(batch, key_head), n);
   }
   outputs.store(y.across(batch, key_head * HEADS, HEADS));
 }

@@ -5,60 +5,62 @@
 #pragma once
 
 struct Store {
-  static constexpr int operands = 1;
+  static constexpr constant int operands = 1;
   template <typename F>
-  F apply(thread const F (&values)[1], long, long, long) const { return values[0]; }
+  F apply(thread const F (&values)[1], Index, Index, Index) const { return values[0]; }
 };
 
 template <typename T>
 struct Bias {
-  static constexpr int operands = 1;
+  static constexpr constant int operands = 1;
   const device T* bias;  // [N]
   template <typename F>
-  F apply(thread const F (&values)[1], long, long n, long count) const { return values[0] + load(bias + n, count); }
+  F apply(thread const F (&values)[1], Index, Index n, Index count) const { return values[0] + load<F>(bias + n, count); }
 };
 
 template <typename T>
 struct Residual {
-  static constexpr int operands = 1;
+  static constexpr constant int operands = 1;
   Matrix<const device T> residual;  // [M, N]
   template <typename F>
-  F apply(thread const F (&values)[1], long m, long n, long count) const {
-    return values[0] + load(residual.row(m) + n, count);
+  F apply(thread const F (&values)[1], Index m, Index n, Index count) const {
+    return values[0] + load<F>(residual.row(m) + n, count);
   }
 };
 
 struct SwiGLU {  // silu(gate) * up
-  static constexpr int operands = 2;
+  static constexpr constant int operands = 2;
   template <typename F>
-  F apply(thread const F (&values)[2], long, long, long) const {
+  F apply(thread const F (&values)[2], Index, Index, Index) const {
     return values[0] / (1.0f + exponential(-values[0])) * values[1];
   }
 };
 
-template <typename T, typename Epilogue, int BM, int BN, int WM, int WN>
+// x and the weights of a block come in slices of k of the given depth. DEPTH is that depth where a target stages them
+// in memory it must know the size of, 0 otherwise.
+template <typename T, typename Epilogue, int BM, int BN, int WM, int WN, int KU, int DEPTH>
 inline void linear_matrix(Matrix<const device T> x, thread const Matrix<const device T> (&w)[Epilogue::operands],
-                          Matrix<device T> y, thread const Epilogue& epilogue, long outer_k, Schedule schedule, Group group) {
-  typedef Accumulator<T, Epilogue::operands, BM, BN, WM, WN> Sums;
+                          Matrix<device T> y, thread const Epilogue& epilogue, Index slice, Schedule schedule, Group group) {
+  typedef Accumulator<T, Epilogue::operands, BM, BN, WM, WN, KU, DEPTH> Sums;
   const Block block = schedule_block(schedule, group.index, ceil_div(y.rows, BM), ceil_div(y.columns, BN));
-  const long m0 = block.m * BM, n0 = block.n * BN;
-  Stage<T, BM> staged;
+  const Index m0 = block.m * BM, n0 = block.n * BN;
+  Stage<T, BM, DEPTH> staged;
   Sums sums(group, 0);
-  long k = 0;
-  for (; k + outer_k < x.columns; k += outer_k) {
-    staged.load(group, Sums::bytes(outer_k), x, m0, k, outer_k);
-    sums.multiply_accumulate(staged, w, n0, k, outer_k, k == 0);
+  Index k = 0;
+  for (; k + slice < x.columns; k += slice) {
+    staged.load(group, Sums::bytes(slice), x, m0, k, slice);
+    sums.multiply_accumulate(staged, w, n0, k, slice, k == 0);
   }
-  staged.load(group, Sums::bytes(outer_k), x, m0, k, x.columns - k);
+  staged.load(group, Sums::bytes(slice), x, m0, k, x.columns - k);
   sums.store(staged, w, y, m0, n0, k, k == 0, epilogue);
 }
 
 template <typename T, typename Epilogue, int ROWS, int BN, int WN, int KU>
 inline void linear_rows(Matrix<const device T> x, thread const Matrix<const device T> (&w)[Epilogue::operands],
                         Matrix<device T> y, thread const Epilogue& epilogue, Group group) {
-  typedef RowAccumulator<T, Epilogue::operands, ROWS, BN, WN, KU> Sums;
-  const long tiles_n = ceil_div(y.columns, BN);
-  const long m0 = group.index / tiles_n * ROWS, n0 = group.index % tiles_n * BN;
+  typedef RowAccumulator<T, Epilogue::operands, ROWS, BN, WN, KU, 0> Sums;
+  const Index tiles_n = ceil_div(y.columns, BN);
+  const Index m0 = group.index / tiles_n * ROWS, n0 = group.index % tiles_n * BN;
   RowStage<T, ROWS> staged;
   Sums sums(group, 0);
   staged.load(group, Sums::bytes, x, m0);

@@ -4,29 +4,32 @@
 #pragma once
 
 template <typename T, int D>
-inline void rotate(const device T* x, const device float* angles, device T* y) {
-  for (int i = 0; i < D / 2; i += fragment_width) {
-    const long count = D / 2 - i;
-    const Fragment c = load(angles + i, count), s = load(angles + D / 2 + i, count);
-    const Fragment first = load(x + i, count), second = load(x + D / 2 + i, count);
-    store(y + i, first * c - second * s, count);
-    store(y + D / 2 + i, first * s + second * c, count);
+inline void rotate(Lanes lanes, Matrix<const device T> x, Matrix<const device float> table, Index position,
+                   Matrix<device T> y, Index m) {
+  for (Index i = 0; i < D / 2; i += Lanes::width) {
+    const Index count = D / 2 - i;
+    const Lanes::Fragment c = lanes.load(table, position, i, count), s = lanes.load(table, position, D / 2 + i, count);
+    const Lanes::Fragment first = lanes.load(x, m, i, count), second = lanes.load(x, m, D / 2 + i, count);
+    lanes.store(y, m, i, first * c - second * s, count);
+    lanes.store(y, m, D / 2 + i, first * s + second * c, count);
   }
 }
 
-// Rows of ROWS positions of one sequence; `offset` positions are in the cache already.
+// Rows of ROWS positions of one sequence; `offset` positions are in the cache already. The simdgroups share the heads.
 template <typename T, int D, int ROWS>
-inline void rope(Heads<const device T> q, Heads<const device T> k, Heads<const device T> v, const device float* table,
-                 Heads<device T> q_out, Heads<device T> k_out, Heads<device T> v_out, long offset, Group group) {
-  const long blocks = ceil_div(q.rows, ROWS), batch = group.index / blocks, first = group.index % blocks * ROWS;
-  for (long m = first; m < min_of(first + ROWS, q.rows); ++m) {
-    const device float* angles = table + (offset + m) * D;
-    for (long h = 0; h < q.heads; ++h) rotate<T, D>(q.head(batch, h).row(m), angles, q_out.head(batch, h).row(m));
-    for (long h = 0; h < k.heads; ++h) {
-      rotate<T, D>(k.head(batch, h).row(m), angles, k_out.head(batch, h).row(m));
-      const device T* value = v.head(batch, h).row(m);
-      device T* to = v_out.head(batch, h).row(m);
-      for (int i = 0; i < D; i += fragment_width) store(to + i, load(value + i, D - i), D - i);
+inline void rope(Heads<const device T> q, Heads<const device T> k, Heads<const device T> v,
+                 Matrix<const device float> table, Heads<device T> q_out, Heads<device T> k_out, Heads<device T> v_out,
+                 Index offset, Group group) {
+  const Lanes lanes = group.lanes();
+  const Index blocks = ceil_div(q.rows, ROWS), batch = group.index / blocks, first = group.index % blocks * ROWS;
+  for (Index m = first; m < min_of(first + ROWS, q.rows); ++m) {
+    for (Index h = lanes.simdgroup; h < q.heads; h += Lanes::simdgroups)
+      rotate<T, D>(lanes, q.head(batch, h), table, offset + m, q_out.head(batch, h), m);
+    for (Index h = lanes.simdgroup; h < k.heads; h += Lanes::simdgroups) {
+      rotate<T, D>(lanes, k.head(batch, h), table, offset + m, k_out.head(batch, h), m);
+      const Matrix<const device T> value = v.head(batch, h);
+      const Matrix<device T> to = v_out.head(batch, h);
+      for (Index i = 0; i < D; i += Lanes::width) lanes.store(to, m, i, lanes.load(value, m, i, D - i), D - i);
     }
   }
 }

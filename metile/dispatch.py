@@ -8,7 +8,8 @@ from typing import Any
 
 from metile.ops.attention import AttentionKey, AttentionTile
 from metile.ops.base import OpKey
-from metile.ops.linear import LinearKey, LinearTile
+from metile.ops.linear import LinearKey
+from metile.ops.linear_tile import LinearTile
 from metile.ops.norm import NormKey, NormTile
 from metile.ops.rope import RopeKey, RopeTile
 

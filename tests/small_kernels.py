@@ -12,17 +12,17 @@ BLOCK = 32
 def linear_source(dtype: mx.Dtype = mx.float32) -> KernelSource:
     """Return y = x · wᵀ in blocks of 32 x 32; its one number is the depth of a slice of k."""
     t = KERNEL_TYPES[dtype]
-    tile = f"{BLOCK}, {BLOCK}, 1, 1"
+    tile = f"{BLOCK}, {BLOCK}, 1, 1, 1, 0"
     return KernelSource(
         name=f"test_linear_{t}",
         program="linear.metal",
-        body=f"""const Matrix<const {t}> weights[] = {{matrix<const {t}>(w)}};
+        body=f"""const Matrix<const device {t}> weights[] = {{matrix<const device {t}>(w)}};
   linear_matrix<{t}, Store, {tile}>(
-      matrix<const {t}>(x), weights, matrix<{t}>(y), Store{{}}, outer_k, schedule_linear, group);""",
+      matrix<const device {t}>(x), weights, matrix<device {t}>(y), Store{{}}, outer_k, schedule_linear, group);""",
         inputs=("x", "w"),
         outputs=("y",),
         numbers=("outer_k",),
-        scratch=f"Accumulator<{t}, 1, {tile}>::bytes(outer_k) + Stage<{t}, {BLOCK}>::bytes(outer_k)",
+        scratch=f"Accumulator<{t}, 1, {tile}>::bytes(outer_k) + Stage<{t}, {BLOCK}, 0>::bytes(outer_k)",
     )
 
 

@@ -20,7 +20,9 @@ from kernel_checks import BEST, NAMES, TARGETS, assert_near, check_identities, n
 
 from metile.errors import MetileError
 from metile.ops.base import DTYPES, ROW_BUCKETS
-from metile.ops.linear import _ROWS_AT_ONCE, SCHEDULES, LinearKey, LinearTile, _product, is_valid
+from metile.ops.linear import LinearKey, is_valid
+from metile.ops.linear_cpu import ROWS_AT_ONCE, product
+from metile.ops.linear_tile import SCHEDULES, LinearTile
 from metile.report_dispatches import SelectedDispatches
 from metile.targets.base import Limits
 from metile.targets.cpu import CpuTarget
@@ -189,11 +191,11 @@ def test_a_space_begins_with_its_default_and_holds_what_is_valid(rows: int) -> N
     for target in (BEST, TARGETS[-1]):
         for epilogue, dtype in (("store", "bfloat16"), ("swiglu", "float32")):
             key = LinearKey(epilogue, rows, 577, 4099, dtype)  # type: ignore[arg-type]
-            space, product = key.space(target.limits), _product(min(rows, _ROWS_AT_ONCE), target.limits.lanes)
-            assert set(space) == {tile for tile in product if is_valid(key, tile, target.limits) is None}
-            assert len(space) + sum(key.pruned(target.limits).values()) == len(product)
+            space, points = key.space(target.limits), product(key, target.limits)
+            assert set(space) == {tile for tile in points if is_valid(key, tile, target.limits) is None}
+            assert len(space) + sum(key.pruned(target.limits).values()) == len(points)
             assert space[0].program == ("rows" if rows <= 4 else space[0].program)
-            assert rows <= _ROWS_AT_ONCE or all(tile.program == "matrix" for tile in space)
+            assert rows <= ROWS_AT_ONCE or all(tile.program == "matrix" for tile in space)
 
 
 LIMITS = Limits(lanes=16, registers=32, threadgroup_bytes=1 << 20)

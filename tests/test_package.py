@@ -33,13 +33,13 @@ from metile.targets.cpu import CpuTarget
 source = KernelSource(
     name="packaged",
     program="linear.metal",
-    body='''const Matrix<const float> weights[] = {matrix<const float>(w)};
-  linear_matrix<float, Store, 32, 32, 1, 1>(
-      matrix<const float>(x), weights, matrix<float>(y), Store{}, outer_k, schedule_hilbert, group);''',
+    body='''const Matrix<const device float> weights[] = {matrix<const device float>(w)};
+  linear_matrix<float, Store, 32, 32, 1, 1, 1, 0>(
+      matrix<const device float>(x), weights, matrix<device float>(y), Store{}, outer_k, schedule_hilbert, group);''',
     inputs=("x", "w"),
     outputs=("y",),
     numbers=("outer_k",),
-    scratch="Accumulator<float, 1, 32, 32, 1, 1>::bytes(outer_k) + Stage<float, 32>::bytes(outer_k)",
+    scratch="Accumulator<float, 1, 32, 32, 1, 1, 1, 0>::bytes(outer_k) + Stage<float, 32, 0>::bytes(outer_k)",
 )
 rng = np.random.default_rng(0)
 x, w = rng.standard_normal((70, 127), np.float32), rng.standard_normal((65, 127), np.float32)

@@ -13,7 +13,8 @@ from tiny_models import TARGET, plan_for, tiny, tokens
 from metile import plan as module
 from metile.dispatch import FEATURES, Plan
 from metile.handle import Handle
-from metile.ops.linear import LinearKey, LinearTile
+from metile.ops.linear import LinearKey
+from metile.ops.linear_tile import LinearTile
 from metile.ops.norm import NormKey, NormTile
 from metile.plan import (
     PlanSearch,

@@ -12,12 +12,17 @@
 #define constant const
 #define thread
 
+// A number that a GPU must know to compile a kernel; here, one that is known at launch.
+#define METILE_FIXED(number) 0
+
 typedef unsigned int uint;
+typedef long Index;
 typedef __bf16 bfloat;
 typedef _Float16 half;
 
 #include "cpu/group.h"
 #include "cpu/vector.h"
+#include "cpu/team.h"
 #include "cpu/stage.h"
 #include "cpu/multiply.h"
 #include "cpu/matrix.h"

@@ -21,6 +21,8 @@ from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Outp
 # Upper ends of the buckets of context length; the last also holds everything longer.
 TOKEN_BUCKETS = (256, 1024, 4096, 16384, 65536)
 _HEAD_DIMS = (64, 80, 96, 128, 256)
+_FRAGMENT = 8  # rows and columns of a fragment of a GPU's matrix unit
+_MOST_FLOATS = 256  # of scores and outputs that a lane may hold
 
 
 def token_bucket(tokens: int) -> int:
@@ -36,15 +38,18 @@ class AttentionTile:
         program: ``rows``, one query of all heads that share a key head, or ``matrix``, blocks of queries.
         block: queries a threadgroup takes.
         block_keys: keys taken between two updates of the running maximum.
+        simdgroups: simdgroups of a threadgroup on a GPU; they share the queries of a block, or the keys.
     """
 
     program: Literal["rows", "matrix"]
     block: int
     block_keys: int
+    simdgroups: int = 1
 
     def label(self) -> str:
         """Return the fields as one word."""
-        return f"{self.program}_b{self.block}_bk{self.block_keys}"
+        ending = f"_s{self.simdgroups}" if self.simdgroups > 1 else ""
+        return f"{self.program}_b{self.block}_bk{self.block_keys}{ending}"
 
 
 @dataclass(frozen=True)
@@ -95,23 +100,30 @@ class AttentionKey:
             shared = self.query_heads // self.key_value_heads
             call, tail = f"attention_rows<{t}, {d}, {shared}, {c.block_keys}>", "group"
             scratch = (
-                f"RowAccumulator<{t}, 1, {shared}, {c.block_keys}, {c.block_keys} / row_tile_n({shared}), 1>::bytes"
+                f"RowAccumulator<{t}, 1, {shared}, {c.block_keys}, row_wn({c.block_keys}, {shared}), 1, {d}>::bytes"
                 f" + QueryRows<{t}, {shared}, {c.block_keys}, {d}>::bytes + RowStage<{t}, {shared}>::bytes({d})"
             )
             name = f"attention_{self.dtype}_d{d}_h{shared}_{c.label()}"
         else:
             call, tail = f"attention_matrix<{t}, {d}, {c.block}, {c.block_keys}>", "causal, group"
+            tile = f"{c.block}, {c.block_keys}, score_wm({c.block}), score_wn({c.block_keys}), 1, 0"
             scratch = (
-                f"Accumulator<{t}, 1, {c.block}, {c.block_keys}, {c.block} / score_tile_m,"
-                f" {c.block_keys} / score_tile_n>::bytes({d})"
-                f" + QueryBlock<{t}, {c.block}, {c.block_keys}, {d}>::bytes + Stage<{t}, {c.block}>::bytes({d})"
+                f"Accumulator<{t}, 1, {tile}>::bytes({d})"
+                f" + QueryBlock<{t}, {c.block}, {c.block_keys}, {d}>::bytes + Stage<{t}, {c.block}, {d}>::bytes({d})"
             )
             name = f"attention_{self.dtype}_d{d}_{c.label()}"
-        arrays = f"queries<const {t}>(q, heads), ::heads<const {t}>(k), ::heads<const {t}>(v)"
-        body = f"{call}({arrays}, heads_inside<{t}>(y, heads), float_of_bits(scale), {tail});"
-        inputs = ("q", "k", "v")
+        device = f"const device {t}"
+        arrays = f"queries<{device}>(q, heads), ::heads<{device}>(k), ::heads<{device}>(v)"
         return KernelSource(
-            name, "attention.metal", body, inputs, ("y",), ("scale", "causal", "heads"), scratch, strided=inputs
+            name=name,
+            program="attention.metal",
+            body=f"{call}({arrays}, heads_inside<device {t}>(y, heads), float_of_bits(scale), {tail});",
+            inputs=("q", "k", "v"),
+            outputs=("y",),
+            numbers=("scale", "causal", "heads"),
+            scratch=scratch,
+            strided=("q", "k", "v"),
+            simdgroups=c.simdgroups,
         )
 
     def attend(
@@ -199,20 +211,32 @@ class AttentionKey:
 
 
 def _product(key: AttentionKey, limits: Limits) -> list[AttentionTile]:
-    rows = [AttentionTile("rows", 1, block_keys) for block_keys in (128, 64, 256)]
-    blocks = dict.fromkeys((2 * limits.lanes, limits.lanes, 4 * limits.lanes))
-    matrix = [AttentionTile("matrix", block, keys) for block in blocks for keys in (64, 32, 128)]
+    if limits.is_gpu:
+        keys = [(64, 8), (32, 8), (32, 4), (64, 16), (128, 16), (128, 32)]
+        rows = [AttentionTile("rows", 1, block_keys, count) for block_keys, count in keys]
+        blocks = [(32, 4), (16, 2), (32, 2), (64, 4), (64, 8), (8, 1)]
+        matrix = [AttentionTile("matrix", block, keys, count) for block, count in blocks for keys in (32, 16, 64)]
+    else:
+        rows = [AttentionTile("rows", 1, block_keys) for block_keys in (128, 64, 256)]
+        heights = dict.fromkeys((2 * limits.lanes, limits.lanes, 4 * limits.lanes))
+        matrix = [AttentionTile("matrix", height, keys) for height in heights for keys in (64, 32, 128)]
     return rows + matrix if key.rows == 1 else matrix + rows
 
 
 def is_valid(key: AttentionKey, tile: AttentionTile, limits: Limits) -> str | None:
     """Return why a candidate is inadmissible for `key` on a device, or None where it may run."""
-    if key.dimension not in _HEAD_DIMS or key.dimension % limits.lanes:
+    if key.dimension not in _HEAD_DIMS or key.dimension % (_FRAGMENT if limits.is_gpu else limits.lanes):
         return f"head_dim is none of {', '.join(map(str, _HEAD_DIMS))}"
     if key.query_heads % key.key_value_heads or key.query_heads // key.key_value_heads > 16:
         return "more than 16 query heads share a key head, or an uneven number"
+    if tile.program == "rows" and key.rows > 1:
+        return "more than one query"
+    return _gpu_fault(key, tile, limits) if limits.is_gpu else _cpu_fault(key, tile, limits)
+
+
+def _cpu_fault(key: AttentionKey, tile: AttentionTile, limits: Limits) -> str | None:
     if tile.program == "rows":
-        return "more than one query" if key.rows > 1 else None
+        return None
     if key.rows < limits.lanes // 2:
         return "fewer queries than half the lanes"
     if tile.block > max(limits.lanes, -(-key.rows // limits.lanes) * limits.lanes):
@@ -221,3 +245,22 @@ def is_valid(key: AttentionKey, tile: AttentionTile, limits: Limits) -> str | No
     if 4 * (scores + 2 * outputs) > limits.threadgroup_bytes:
         return "a block does not fit threadgroup memory"
     return None
+
+
+def _gpu_fault(key: AttentionKey, tile: AttentionTile, limits: Limits) -> str | None:
+    if tile.simdgroups * limits.lanes > limits.threads:
+        return f"more threads than the device's {limits.threads}"
+    columns = -(-key.dimension // limits.lanes)  # of a row that a lane holds
+    if tile.program == "rows":
+        shared = key.query_heads // key.key_value_heads
+        floats = shared * (tile.block_keys // tile.simdgroups + 2 * columns)
+        memory = 4 * tile.simdgroups * (columns * limits.lanes + 2)
+    else:
+        if tile.block > max(_FRAGMENT, -(-key.rows // _FRAGMENT) * _FRAGMENT):
+            return "block is taller than the bucket"
+        fragments = tile.block // tile.simdgroups // _FRAGMENT
+        floats = fragments * (tile.block_keys + key.dimension) // 4
+        memory = tile.block * (key.dimension * DTYPES[key.dtype].size + 16)
+    if floats > _MOST_FLOATS:
+        return "scores and outputs do not fit the registers"
+    return "a block does not fit threadgroup memory" if memory > limits.threadgroup_bytes else None

@@ -5,8 +5,6 @@ The kernels are ``kernels/linear.metal``. What they must equal stands in `Linear
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,52 +14,20 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from metile.ops.base import DTYPES, check_arrays, count_reasons
+from metile.ops.linear_space import space_for
+from metile.ops.linear_tile import SCHEDULES, LinearTile
 from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output
 
 Shape = tuple[int, ...]
 Epilogue = Literal["store", "bias", "residual", "swiglu"]
-SCHEDULES = ("linear", "grouped2", "grouped4", "grouped8", "diagonal", "morton", "hilbert")
 
 _STRUCTS = {"store": "Store", "bias": "Bias<{t}>", "residual": "Residual<{t}>", "swiglu": "SwiGLU"}
 _BUILDERS = {
     "store": "Store{{}}",
-    "bias": "Bias<{t}>{{matrix<const {t}>(extra).data}}",
-    "residual": "Residual<{t}>{{matrix<const {t}>(extra)}}",
+    "bias": "Bias<{t}>{{matrix<const device {t}>(extra).data}}",
+    "residual": "Residual<{t}>{{matrix<const device {t}>(extra)}}",
     "swiglu": "SwiGLU{{}}",
 }
-_ROWS_AT_ONCE = 8  # the decode program's limit; above it the matrix program reads weights once as well
-
-
-@dataclass(frozen=True)
-class LinearTile:
-    """A point of the search space of a linear kernel.
-
-    Attributes:
-        program: ``rows``, the decode end, or ``matrix``.
-        block_m: rows of x a threadgroup takes.
-        block_n: rows of weights a threadgroup takes.
-        wm: simdgroups along the rows of x.
-        wn: simdgroups along the rows of weights.
-        k_unroll: registers of k that the decode program takes a turn; 1 in the matrix program.
-        outer_k: depth of a slice of k held in threadgroup memory; 0 is all of k.
-        schedule: block order on the grid.
-    """
-
-    program: Literal["rows", "matrix"]
-    block_m: int
-    block_n: int
-    wm: int
-    wn: int
-    k_unroll: int
-    outer_k: int
-    schedule: str
-
-    def label(self) -> str:
-        """Return the fields as one word."""
-        return (
-            f"{self.program}_bm{self.block_m}_bn{self.block_n}_wm{self.wm}_wn{self.wn}"
-            f"_ku{self.k_unroll}_ok{self.outer_k}_{self.schedule}"
-        )
 
 
 @dataclass(frozen=True)
@@ -100,45 +66,44 @@ class LinearKey:
 
     def space(self, limits: Limits) -> list[LinearTile]:
         """Return the admissible candidates, the untuned default first."""
-        fitting = _fitting(min(self.rows, _ROWS_AT_ONCE), self.operands, self.dtype, limits)
-        admitted = [tile for tile in fitting if _shape_fault(self, tile, limits) is None]
-        return sorted(admitted, key=lambda tile: _distance(self, tile, limits))
+        space = space_for(limits)
+        return sorted(space.admitted(self, limits), key=lambda tile: space.distance(self, tile, limits))
 
     def pruned(self, limits: Limits) -> dict[str, int]:
         """Return why candidates of the product were left out."""
-        reasons = (is_valid(self, tile, limits) for tile in _product(min(self.rows, _ROWS_AT_ONCE), limits.lanes))
+        reasons = (is_valid(self, tile, limits) for tile in space_for(limits).product(self, limits))
         return count_reasons([reason for reason in reasons if reason])
 
     def source(self, candidate: LinearTile) -> KernelSource:
-        """Return the kernel of a candidate; shapes, outer_k and schedule are numbers of its launch."""
-        t, struct = (
-            KERNEL_TYPES[DTYPES[self.dtype]],
-            _STRUCTS[self.epilogue].format(t=KERNEL_TYPES[DTYPES[self.dtype]]),
-        )
-        c, p = candidate, self.operands
+        """Return the kernel of a candidate; shapes, the depth of a slice and the schedule are numbers of its launch."""
+        t, p, c = KERNEL_TYPES[DTYPES[self.dtype]], self.operands, candidate
+        struct = _STRUCTS[self.epilogue].format(t=t)
         weights = ("w0", "w1")[:p]
         extra = ("extra",) if self.epilogue in ("bias", "residual") else ()
-        matrices = ", ".join(f"matrix<const {t}>({name})" for name in weights)
         if c.program == "rows":
-            call = f"linear_rows<{t}, {struct}, {c.block_m}, {c.block_n}, {c.wn}, {c.k_unroll}>"
-            tail = "group"
-            scratch = (
-                f"RowAccumulator<{t}, {p}, {c.block_m}, {c.block_n}, {c.wn}, {c.k_unroll}>::bytes"
-                f" + RowStage<{t}, {c.block_m}>::bytes(outer_k)"
-            )
+            tile = f"{c.block_m}, {c.block_n}, {c.wn}, {c.k_unroll}"
+            call, tail = f"linear_rows<{t}, {struct}, {tile}>", "group"
+            scratch = f"RowAccumulator<{t}, {p}, {tile}, 0>::bytes + RowStage<{t}, {c.block_m}>::bytes(slice)"
         else:
-            call = f"linear_matrix<{t}, {struct}, {c.block_m}, {c.block_n}, {c.wm}, {c.wn}>"
-            tail = "outer_k, Schedule(schedule), group"
-            scratch = (
-                f"Accumulator<{t}, {p}, {c.block_m}, {c.block_n}, {c.wm}, {c.wn}>::bytes(outer_k)"
-                f" + Stage<{t}, {c.block_m}>::bytes(outer_k)"
-            )
-        body = f"""const Matrix<const {t}> weights[] = {{{matrices}}};
-  {call}(matrix<const {t}>(x), weights, matrix<{t}>(y), {_BUILDERS[self.epilogue].format(t=t)}, {tail});"""
-        tile = f"bm{c.block_m}_bn{c.block_n}_wm{c.wm}_wn{c.wn}_ku{c.k_unroll}"
-        name = f"linear_{self.epilogue}_{self.dtype}_{c.program}_{tile}"
+            tile = f"{c.block_m}, {c.block_n}, {c.wm}, {c.wn}, {c.k_unroll}, METILE_FIXED(outer_k)"
+            call, tail = f"linear_matrix<{t}, {struct}, {tile}>", "slice, Schedule(schedule), group"
+            stage = f"Stage<{t}, {c.block_m}, METILE_FIXED(outer_k)>"
+            scratch = f"Accumulator<{t}, {p}, {tile}>::bytes(slice) + {stage}::bytes(slice)"
+        matrices = ", ".join(f"matrix<const device {t}>({name})" for name in weights)
+        body = f"""const Matrix<const device {t}> weights[] = {{{matrices}}};
+  {call}(
+      matrix<const device {t}>(x), weights, matrix<device {t}>(y), {_BUILDERS[self.epilogue].format(t=t)}, {tail});"""
+        fields = f"bm{c.block_m}_bn{c.block_n}_wm{c.wm}_wn{c.wn}_ku{c.k_unroll}"
         return KernelSource(
-            name, "linear.metal", body, ("x", *weights, *extra), ("y",), ("outer_k", "schedule"), scratch
+            name=f"linear_{self.epilogue}_{self.dtype}_{c.program}_{fields}",
+            program="linear.metal",
+            body=body,
+            inputs=("x", *weights, *extra),
+            outputs=("y",),
+            numbers=("slice", "outer_k", "schedule"),
+            scratch=scratch,
+            fixed=("outer_k",),
+            simdgroups=c.wm * c.wn,
         )
 
     def launch(
@@ -154,8 +119,7 @@ class LinearKey:
         check_arrays("linear", inputs, self._shapes(x, weight, y), self.dtype)
         rows = math.prod(leading)
         groups = -(-rows // candidate.block_m) * -(-self.outputs // candidate.block_n)
-        outer_k = candidate.outer_k or self.inputs
-        numbers = (outer_k, SCHEDULES.index(candidate.schedule))
+        numbers = (candidate.outer_k or self.inputs, candidate.outer_k, SCHEDULES.index(candidate.schedule))
         output = Output(y, inputs[0].dtype)
         return kernel(inputs, (output,), groups=groups, numbers=numbers, poison=poison)
 
@@ -210,96 +174,6 @@ class LinearKey:
         }
 
 
-@functools.cache
-def _product(rows_at_once: int, lanes: int) -> tuple[LinearTile, ...]:
-    """Return the whole product of plan fields, valid or not."""
-    rows = [
-        LinearTile("rows", rows_at_once, block_n, 1, wn, unroll, 0, "linear")
-        for block_n, wn, unroll in itertools.product((16, 32, 64), (4, 8, 16, 32, 64), (1, 2, 4))
-    ]
-    matrix = [
-        LinearTile("matrix", block_m, block_n, wm, wn, 1, outer_k, schedule)
-        for block_m, block_n, wm, wn, outer_k, schedule in itertools.product(
-            (lanes, 16, 32, 48, 64, 128),
-            (16, 32, 48, 64, 96, 128, 256),
-            (1, 2, 4, 8),
-            (1, 2, 4, 8, 16),
-            (0, 512, 2048),
-            SCHEDULES,
-        )
-    ]
-    return tuple(dict.fromkeys(rows + matrix))
-
-
-@functools.cache
-def _fitting(rows_at_once: int, operands: int, dtype: str, limits: Limits) -> tuple[LinearTile, ...]:
-    """Return the part of the product that the device admits for some shape."""
-    product = _product(rows_at_once, limits.lanes)
-    return tuple(tile for tile in product if _tile_fault(tile, operands, dtype, limits) is None)
-
-
 def is_valid(key: LinearKey, tile: LinearTile, limits: Limits) -> str | None:
     """Return why a candidate is inadmissible for `key` on a device, or None where it may run."""
-    return _tile_fault(tile, key.operands, key.dtype, limits) or _shape_fault(key, tile, limits)
-
-
-def _tile_fault(tile: LinearTile, operands: int, dtype: str, limits: Limits) -> str | None:
-    """Return why a tile does not fit the device, whatever the shape."""
-    if tile.block_n % limits.lanes or tile.block_n % tile.wn:
-        return "block_n is not whole fragments for each simdgroup"
-    tile_m, tile_n = tile.block_m // tile.wm, tile.block_n // tile.wn
-    if tile.program == "rows":
-        fits = operands * tile_n * tile_m + tile_m + 1 <= limits.registers
-        return None if fits else "accumulators do not fit the registers"
-    if tile.block_m % tile.wm or tile_m % limits.lanes:
-        return "block_m is not whole fragments for each simdgroup"
-    if dtype in limits.tile_dtypes:
-        groups, panels = operands * tile_n // limits.tile_rows, tile_m // limits.tile_rows
-        if tile_n % limits.tile_rows or panels > 2 or not 1 <= groups * panels <= 4:
-            return "accumulators do not fit the tile registers"
-    elif operands * tile_n * tile_m // limits.lanes + tile_m // limits.lanes + 1 > limits.registers:
-        return "accumulators do not fit the registers"
-    return None
-
-
-def _shape_fault(key: LinearKey, tile: LinearTile, limits: Limits) -> str | None:
-    """Return why a tile that fits the device does not fit a shape."""
-    if tile.block_n >= key.outputs + 64:
-        return "block_n is wider than the matrix"
-    if tile.program == "rows":
-        return "more rows than the decode program takes at once" if key.rows > _ROWS_AT_ONCE else None
-    if tile.block_m > max(limits.lanes, _whole(key.rows, limits.lanes)):
-        return "block_m is taller than the bucket"
-    if tile.outer_k >= key.inputs:
-        return "outer_k is not less than k"
-    if tile.schedule != "linear" and key.rows <= tile.block_m:
-        return "a single row of blocks has one order"
-    depth = _whole(tile.outer_k or key.inputs, 2 * limits.lanes)
-    if 4 * (key.operands * tile.block_n * (tile.block_m + 16) + tile.block_m * depth) > limits.threadgroup_bytes:
-        return "a block does not fit threadgroup memory"
-    return None
-
-
-def _whole(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
-
-
-def _distance(key: LinearKey, tile: LinearTile, limits: Limits) -> tuple[float, ...]:
-    """Order candidates by how far they stand from what is known to do well; the first is the untuned default.
-
-    At the decode end that is a few weight rows a turn; at the matrix end the largest register tile that fits, a block
-    of about 128 x 128, all of k at once, and blocks that share weights side by side.
-    """
-    few_rows = key.rows <= 4 or (key.rows <= _ROWS_AT_ONCE and key.dtype not in limits.tile_dtypes)
-    accumulators = tile.block_n // tile.wn * (tile.block_m // tile.wm)
-    block = abs(math.log2(tile.block_n / (64 if tile.program == "rows" else 128)))
-    tall = abs(math.log2(tile.block_m / min(128, _whole(key.rows, limits.lanes)))) if tile.program == "matrix" else 0
-    schedule = 0 if tile.schedule in ("linear", "grouped2") else 1
-    preferred = (tile.program == "rows") == few_rows
-    return (
-        not preferred,
-        tile.outer_k != 0,
-        schedule,
-        tall + block - math.log2(accumulators) / 2,
-        tile.outer_k,
-    )
+    return space_for(limits).fault(key, tile, limits)

@@ -13,19 +13,20 @@ from typing import Any
 
 import mlx.core as mx
 
-from metile.ops.base import DTYPES, check_arrays
+from metile.ops.base import DTYPES, check_arrays, count_reasons
 from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output
 
 
 @dataclass(frozen=True)
 class NormTile:
-    """A point of the search space of a norm kernel: `block` rows a threadgroup."""
+    """A point of the search space of a norm kernel: `block` rows a threadgroup of so many simdgroups."""
 
     block: int
+    simdgroups: int = 1
 
     def label(self) -> str:
-        """Return the field as one word."""
-        return f"b{self.block}"
+        """Return the fields as one word."""
+        return f"b{self.block}" + (f"_s{self.simdgroups}" if self.simdgroups > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,12 @@ class NormKey:
 
     def space(self, limits: Limits) -> list[NormTile]:
         """Return the admissible candidates, the untuned default first."""
-        return [tile for tile in _BLOCKS if is_valid(self, tile, limits) is None]
+        return [tile for tile in _product(self, limits) if is_valid(self, tile, limits) is None]
 
     def pruned(self, limits: Limits) -> dict[str, int]:
         """Return why candidates were left out."""
-        left_out = [tile for tile in _BLOCKS if is_valid(self, tile, limits)]
-        return {"block is taller than the bucket": len(left_out)} if left_out else {}
+        reasons = (is_valid(self, tile, limits) for tile in _product(self, limits))
+        return count_reasons([reason for reason in reasons if reason])
 
     def source(self, candidate: NormTile) -> KernelSource:
         """Return the kernel of a candidate; eps is a number of its launch, as the bits of a float."""
@@ -72,11 +73,19 @@ class NormKey:
         inputs = ("x", "residual", "weight") if self.add else ("x", "weight")
         outputs = ("sum", "y") if self.add else ("y",)
         residual, total = ("residual", "sum") if self.add else ("x", "y")
-        body = f"""rms_norm<{t}, {str(self.add).lower()}, {candidate.block}>(matrix<const {t}>(x),
-      matrix<const {t}>({residual}), matrix<const {t}>(weight).data, matrix<{t}>({total}), matrix<{t}>(y),
-      float_of_bits(eps), group);"""
-        name = f"{self.family}_{self.dtype}_{candidate.label()}"
-        return KernelSource(name, "norm.metal", body, inputs, outputs, ("eps",))
+        body = f"""rms_norm<{t}, {str(self.add).lower()}, {candidate.block}>(
+      matrix<const device {t}>(x), matrix<const device {t}>({residual}), matrix<const device {t}>(weight),
+      matrix<device {t}>({total}), matrix<device {t}>(y), float_of_bits(eps), group);"""
+        return KernelSource(
+            name=f"{self.family}_{self.dtype}_{candidate.label()}",
+            program="norm.metal",
+            body=body,
+            inputs=inputs,
+            outputs=outputs,
+            numbers=("eps",),
+            scratch="Threads::bytes",
+            simdgroups=candidate.simdgroups,
+        )
 
     def launch(
         self, kernel: Kernel, candidate: NormTile, inputs: Sequence[mx.array], *, poison: bool = False
@@ -127,10 +136,24 @@ class NormKey:
         }
 
 
-_BLOCKS = tuple(NormTile(block) for block in (1, 2, 4, 8, 16, 32))
+_ELEMENTS = 4  # of a row that a GPU's thread takes at once
+
+
+def _product(key: NormKey, limits: Limits) -> list[NormTile]:
+    """Return blocks of rows for one thread on a CPU; on a GPU about a thread for four elements of a row first."""
+    if not limits.is_gpu:
+        return [NormTile(block) for block in (1, 2, 4, 8, 16, 32)]
+    tiles = [NormTile(block, simdgroups) for block in (1, 2, 4) for simdgroups in (1, 2, 4, 8, 16, 32)]
+    wanted = key.hidden / (_ELEMENTS * limits.lanes)
+    return sorted(tiles, key=lambda tile: (tile.block, abs(math.log2(tile.simdgroups / wanted))))
 
 
 def is_valid(key: NormKey, tile: NormTile, limits: Limits) -> str | None:
     """Return why a candidate is inadmissible, or None where it may run."""
-    del limits  # a row is streamed: any length fits
-    return "block is taller than the bucket" if tile.block > key.rows else None
+    if tile.block > key.rows:
+        return "block is taller than the bucket"
+    if limits.is_gpu and tile.simdgroups * limits.lanes > limits.threads:
+        return f"more threads than the device's {limits.threads}"
+    if tile.simdgroups > 1 and (tile.simdgroups // 2) * limits.lanes * _ELEMENTS >= key.hidden:
+        return "more threads than elements of a row"
+    return None

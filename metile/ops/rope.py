@@ -20,16 +20,20 @@ from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Outp
 
 @dataclass(frozen=True)
 class RopeTile:
-    """A point of the search space of a rope kernel: `block` positions a threadgroup."""
+    """A point of the search space of a rope kernel: `block` positions a threadgroup of so many simdgroups."""
 
     block: int
+    simdgroups: int = 1
 
     def label(self) -> str:
-        """Return the field as one word."""
-        return f"b{self.block}"
+        """Return the fields as one word."""
+        return f"b{self.block}" + (f"_s{self.simdgroups}" if self.simdgroups > 1 else "")
 
 
-_BLOCKS = tuple(RopeTile(block) for block in (1, 4, 16))
+def _product(limits: Limits) -> list[RopeTile]:
+    """Return blocks of positions for one thread on a CPU; on a GPU simdgroups share the heads."""
+    simdgroups = (8, 4, 2, 16) if limits.is_gpu else (1,)
+    return [RopeTile(block, count) for block in (1, 4, 16) for count in simdgroups]
 
 
 @dataclass(frozen=True)
@@ -60,18 +64,19 @@ class RopeKey:
 
     def space(self, limits: Limits) -> list[RopeTile]:
         """Return the admissible candidates, the untuned default first."""
-        return [tile for tile in _BLOCKS if is_valid(self, tile, limits) is None]
+        return [tile for tile in _product(limits) if is_valid(self, tile, limits) is None]
 
     def pruned(self, limits: Limits) -> dict[str, int]:
         """Return why candidates were left out."""
-        return count_reasons([reason for tile in _BLOCKS if (reason := is_valid(self, tile, limits))])
+        return count_reasons([reason for tile in _product(limits) if (reason := is_valid(self, tile, limits))])
 
     def source(self, candidate: RopeTile) -> KernelSource:
         """Return the kernel of a candidate; the offset and the numbers of heads are numbers of its launch."""
         t, d = KERNEL_TYPES[DTYPES[self.dtype]], self.dimension
-        ins = ", ".join(f"heads_inside<const {t}>({n})" for n in ("q, heads", "k, shared", "v, shared"))
-        body = f"""rope<{t}, {d}, {candidate.block}>({ins}, matrix<const float>(table).data,
-      heads_inside<{t}>(q_out, heads), ::heads<{t}>(k_out), ::heads<{t}>(v_out), offset, group);"""
+        ins = ", ".join(f"heads_inside<const device {t}>({n})" for n in ("q, heads", "k, shared", "v, shared"))
+        body = f"""rope<{t}, {d}, {candidate.block}>(
+      {ins}, matrix<const device float>(table), heads_inside<device {t}>(q_out, heads), ::heads<device {t}>(k_out),
+      ::heads<device {t}>(v_out), offset, group);"""
         return KernelSource(
             f"rope_{self.dtype}_d{d}_{candidate.label()}",
             "rope.metal",
@@ -80,6 +85,7 @@ class RopeKey:
             ("q_out", "k_out", "v_out"),
             ("offset", "heads", "shared"),
             strided=("q", "k", "v"),
+            simdgroups=candidate.simdgroups,
         )
 
     def turn(
@@ -181,7 +187,8 @@ _OFFSET, _BASE = 3, 10000.0
 
 def is_valid(key: RopeKey, tile: RopeTile, limits: Limits) -> str | None:
     """Return why a candidate is inadmissible, or None where it may run."""
-    del limits  # a head is a few registers
     if key.dimension % 2:
         return "head_dim is odd"
+    if limits.is_gpu and tile.simdgroups * limits.lanes > limits.threads:
+        return f"more threads than the device's {limits.threads}"
     return "block is taller than the bucket" if tile.block > key.rows else None

@@ -26,6 +26,8 @@ class KernelSource:
         numbers: names of integers known at launch.
         scratch: an expression of the numbers: bytes of threadgroup memory.
         strided: names of inputs taken with any strides; all others must fold to a matrix.
+        fixed: names of numbers that a GPU must know to compile the kernel.
+        simdgroups: simdgroups of a threadgroup, where a threadgroup is more than one thread.
     """
 
     name: str
@@ -36,6 +38,8 @@ class KernelSource:
     numbers: tuple[str, ...] = ()
     scratch: str = "0"
     strided: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    simdgroups: int = 1
 
     def identity(self, sources: str) -> str:
         """Return the kernel's unique name: its name and a digest of its text and of `sources`.
@@ -64,6 +68,7 @@ class Limits:
         threadgroup_bytes: most threadgroup memory (on a CPU: what stays in its cache) a kernel may take.
         tile_dtypes: dtypes multiplied by a matrix unit with tiles of `tile_rows` rows.
         tile_rows: rows of such a tile, 0 without a matrix unit.
+        threads: most threads of a threadgroup; 1 where one thread runs it all and lanes are a vector register's.
     """
 
     lanes: int
@@ -71,6 +76,12 @@ class Limits:
     threadgroup_bytes: int
     tile_dtypes: tuple[str, ...] = ()
     tile_rows: int = 0
+    threads: int = 1
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether a threadgroup is many threads."""
+        return self.threads > 1
 
 
 class Kernel(Protocol):

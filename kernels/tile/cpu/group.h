@@ -18,9 +18,16 @@ struct Scratch {
 
 }  // namespace metile
 
+struct Lanes;
+struct Threads;
+
 struct Group {
   uint index;
   metile::Scratch* scratch;
+
+  // What works on a row together: the lanes of a simdgroup, or all threads of the threadgroup.
+  inline Lanes lanes() const;
+  inline Threads threads() const;
 
   // `bytes` of threadgroup memory at a fixed offset.
   template <typename U>

@@ -81,8 +81,8 @@ struct Weights<bfloat, P, TN> {
 
 }  // namespace metile
 
-// WM x WN simdgroups of BM/WM x BN/WN elements each.
-template <typename T, int P, int BM, int BN, int WM, int WN>
+// WM x WN simdgroups of BM/WM x BN/WN elements each; the compiler unrolls k, whatever KU says.
+template <typename T, int P, int BM, int BN, int WM, int WN, int KU, int DEPTH>
 struct Accumulator {
   static constexpr int tile_m = BM / WM, tile_n = BN / WN;
   static constexpr int panels = tile_m / metile::lanes;
@@ -97,7 +97,8 @@ struct Accumulator {
   explicit Accumulator(const Group& group, long offset) : memory(group.memory<float>(offset)) {}
 
   // += x[:, k0 : k0+depth] . w[n0 : n0+BN, k0 : k0+depth]^T, or = where this is the first slice of k.
-  void multiply_accumulate(const Stage<T, BM>& x, const Matrix<const T> (&w)[P], long n0, long k0, long depth, bool first) {
+  template <int D>
+  void multiply_accumulate(const Stage<T, BM, D>& x, const Matrix<const T> (&w)[P], long n0, long k0, long depth, bool first) {
     for (long n = 0; n < BN && n0 + n < w[0].rows; n += tile_n) {
       const Weights weights(packed(), w, n0 + n, k0, depth);
       for (long m = 0; m < BM; m += tile_m) tile(x, weights, m, n, depth, first);
@@ -107,7 +108,7 @@ struct Accumulator {
   // The last slice and the epilogue, a simdgroup at a time: its sums are still in the nearest cache. Where
   // several simdgroups share weights, those of the next row of simdgroups come in meanwhile.
   template <typename E>
-  void store(const Stage<T, BM>& x, const Matrix<const T> (&w)[P], Matrix<T> y, long m0, long n0, long k0, bool first,
+  void store(const Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Matrix<T> y, long m0, long n0, long k0, bool first,
              const E& epilogue) {
     const long depth = w[0].columns - k0;
     for (long n = 0; n < BN && n0 + n < y.columns; n += tile_n) {
@@ -144,7 +145,8 @@ struct Accumulator {
   }
 
 #if METILE_ISA_AMX
-  void tile(const Stage<bfloat, BM>& x, const metile::Weights<bfloat, P, tile_n>& w, long m, long n, long depth, bool first) {
+  template <int D>
+  void tile(const Stage<bfloat, BM, D>& x, const metile::Weights<bfloat, P, tile_n>& w, long m, long n, long depth, bool first) {
     constexpr int G = Weights::G;
     typedef metile::TileAccumulator<G, panels> Tiles;
     float* to[G];
@@ -161,8 +163,8 @@ struct Accumulator {
   }
 #endif
 
-  template <typename S>
-  void tile(const Stage<S, BM>& x, const metile::Weights<S, P, tile_n>& w, long m, long n, long depth, bool first) const {
+  template <typename S, int D>
+  void tile(const Stage<S, BM, D>& x, const metile::Weights<S, P, tile_n>& w, long m, long n, long depth, bool first) const {
     vfloat sums[P][tile_n][panels];
     for (int p = 0; p < P; ++p)
       for (int i = 0; i < tile_n; ++i)

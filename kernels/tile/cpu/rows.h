@@ -60,8 +60,8 @@ struct RowStage {
   }
 };
 
-// WN simdgroups of BN / WN weight rows, taken KU registers of k at a time.
-template <typename T, int P, int ROWS, int BN, int WN, int KU>
+// WN simdgroups of BN / WN weight rows, taken KU registers of k at a time. DEPTH is the depth of k if it is known.
+template <typename T, int P, int ROWS, int BN, int WN, int KU, int DEPTH>
 struct RowAccumulator {
   typedef metile::LaneUnit<T> Lane;
   static constexpr int tile_n = BN / WN;

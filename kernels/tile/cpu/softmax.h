@@ -22,9 +22,10 @@ inline const float* float_rows(float*, Matrix<const float> from, long first, lon
 
 }  // namespace metile
 
-constexpr int score_tile_m = METILE_LANES;
-constexpr int score_tile_n = METILE_LANES >= 16 ? 16 : 8;
-constexpr int row_tile_n(int rows) { return rows >= 8 ? 1 : rows >= 4 ? 2 : 4; }
+// Simdgroups of the scores, by rows and by columns.
+constexpr int score_wm(int queries) { return queries / METILE_LANES; }
+constexpr int score_wn(int keys) { return keys / (METILE_LANES >= 16 ? 16 : 8); }
+constexpr int row_wn(int keys, int rows) { return keys / (rows >= 8 ? 1 : rows >= 4 ? 2 : 4); }
 
 // BQ queries in lanes: scores [BK][BQ], outputs [D][BQ].
 template <typename T, int BQ, int BK, int D>
@@ -45,7 +46,9 @@ struct QueryBlock {
   }
 
   // Scores of keys n0.. become weights in place. Query m sees keys up to and including `last + m`, below `keys`.
-  void softmax(float* scores, float scale, long n0, long keys, long last) const {
+  template <typename S>
+  void softmax(const S& block, float scale, long n0, long keys, long last) const {
+    float* scores = block.memory;
     const long count = min_of(BK, keys - n0);
     for (int m = 0; m < BQ; m += metile::lanes) {
       vint query;
@@ -73,7 +76,9 @@ struct QueryBlock {
   }
 
   // outputs = outputs * factor + weights . v
-  void accumulate(const float* weights, Matrix<const T> v, long n0) const {
+  template <typename S>
+  void accumulate(const S& block, Matrix<const T> v, long n0) const {
+    const float* weights = block.memory;
     const long count = min_of(BK, v.rows - n0);
     long stride;
     const float* rows = metile::float_rows(values, v, n0, count, &stride);
@@ -122,7 +127,9 @@ struct QueryRows {
     for (int m = 0; m < ROWS; ++m) best[m] = metile::masked_score, sum[m] = 0;
   }
 
-  void softmax(float* scores, float scale, long n0, long keys) const {
+  template <typename S>
+  void softmax(const S& block, float scale, long n0, long keys) const {
+    float* scores = block.memory;
     const long count = min_of(BK, keys - n0);
     for (int m = 0; m < ROWS; ++m) {
       float* row = scores + m * BK;
@@ -143,7 +150,9 @@ struct QueryRows {
     }
   }
 
-  void accumulate(const float* weights, Matrix<const T> v, long n0) const {
+  template <typename S>
+  void accumulate(const S& block, Matrix<const T> v, long n0) const {
+    const float* weights = block.memory;
     const long count = min_of(BK, v.rows - n0);
     for (int m = 0; m < ROWS; m += tile_rows)
       for (int d = 0; d < D; d += tile_d * metile::lanes) tile(weights, v, n0, count, m, d);

@@ -30,8 +30,8 @@ inline vfloat load_units(const T* from, long count, float*) { return load(from, 
 }  // namespace metile
 
 // x[m0 : m0+BM, k0 : k0+depth] in threadgroup memory at `offset`. Blocks that follow each other on a thread and
-// share it load it once. `Depth` is the largest depth, 0 when it is only known at run time.
-template <typename T, int BM>
+// share it load it once. The depth is that of the launch, whatever DEPTH says.
+template <typename T, int BM, int DEPTH>
 struct Stage {
   typedef typename metile::Unit<T>::type unit;
   static constexpr int width = metile::Unit<T>::width;

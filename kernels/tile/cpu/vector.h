@@ -47,7 +47,7 @@ inline void store(bfloat* to, vfloat value) {
   __builtin_memcpy(to, &narrow, sizeof narrow);
 }
 
-template <typename T>
+template <typename F = vfloat, typename T>
 inline vfloat load(const T* from, long count) {  // lanes past `count` read zero
   if (count >= lanes) return load(from);
   T part[lanes] = {};
@@ -142,9 +142,7 @@ inline void transpose(vfloat (&rows)[lanes]) {
 
 }  // namespace metile
 
-// The names programs use. A fragment is what one instruction handles of a row: here, one register.
-typedef vfloat Fragment;
-constexpr int fragment_width = metile::lanes;
+// The names programs use.
 using metile::exponential;
 using metile::load;
 using metile::maximum;
