@@ -67,7 +67,7 @@ class FindingsError(MetileError):
         benign: overlapping writes of the same value.
     """
 
-    def __init__(self, name: str, findings: Sequence[Finding], benign: Sequence[Finding] = ()) -> None:
+    def __init__(self, findings: Sequence[Finding], benign: Sequence[Finding] = (), name: str = "check") -> None:
         listed = "".join(f"\n  {finding}" for finding in findings)
         super().__init__(f"[{name}] expected no findings but got {len(findings)}:{listed}")
         self.findings = tuple(findings)

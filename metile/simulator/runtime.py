@@ -8,13 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from metile.errors import MetileError, mismatch
+from metile.simulator import checks
 from metile.simulator.counters import MULTIPLY_ACCUMULATES, Counters
 from metile.simulator.faults import Launching, SimulatorFault, describe_fault, describe_stop
 from metile.simulator.findings import Finding
@@ -261,9 +262,24 @@ def launch(
     with guarded(native, buffers) as placed, _one_launch:
         at = Launching(program, entry, placed, image_range(str(program.path)), sizes, group, memory)
         request = _request(at, memory, arguments, workers)
-        outcome = _run(native, at, request, limit)
+        done = _checked_run(native, at, request, limit) if program.check else _plain_run(native, at, request, limit)
         copy_back(placed)
-        return Launch(_counters(outcome))
+        return done
+
+
+def _plain_run(native: Any, at: Launching, request: Request, limit: float) -> Launch:
+    return Launch(_counters(_run(native, at, request, limit)))
+
+
+def _checked_run(native: Any, at: Launching, request: Request, limit: float) -> Launch:
+    try:
+        checks.begin(native, at.placed)
+        outcome = _run(native, at, request, limit)
+        findings, benign = checks.collect(native, at)
+        counters = replace(_counters(outcome), traffic=checks.traffic(native, at.placed))
+        return Launch(counters, findings, benign)
+    finally:
+        checks.end(native)
 
 
 def _groups(grid: Sequence[int], threadgroup: Sequence[int]) -> int:
