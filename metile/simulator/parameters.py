@@ -51,12 +51,14 @@ class Parameter:
         index: of a buffer or a threadgroup argument.
         name: as the source has it.
         attribute: of an ``attribute`` parameter, such as ``thread_position_in_grid``.
+        access: of a buffer: ``device``, ``const device`` or ``constant``.
     """
 
     kind: Kind
     index: int
     name: str
     attribute: str = ""
+    access: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,26 @@ def _read(attributes: str, declaration: str, name: str, next_index: dict[str, in
             return RawParameter(Parameter("attribute", 0, name, attribute))
     found = _INDEX.search(attributes)
     array = re.search(r"\barray(_ref)?\s*<", declaration) is not None
-    kind = found.group(1) if found else _space(declaration, array)
-    if kind not in ("buffer", "threadgroup"):
+    said = found.group(1) if found else _space(declaration, array)
+    kind: Literal["buffer", "threadgroup"] = "threadgroup" if said == "threadgroup" else "buffer"
+    if said not in next_index:
         raise CompileError(
             f"[compile] expected a buffer, a threadgroup argument or an attribute for parameter '{name}'"
             f" but got {attributes or declaration.strip()}"
         )
     index = int(found.group(2)) if found else next_index[kind]
     next_index[kind] = index + 1
-    return RawParameter(Parameter("threadgroup" if kind == "threadgroup" else "buffer", index, name), array)
+    if kind == "threadgroup":
+        return RawParameter(Parameter(kind, index, name))
+    return RawParameter(Parameter("buffer", index, name, access=_access(declaration)), array)
+
+
+def _access(declaration: str) -> str:
+    """Return the address space of what a buffer points to, and whether it is only read."""
+    pointee = re.split(r"[*&]", declaration)[0]
+    if re.search(r"\bconstant\b", pointee):
+        return "constant"
+    return "const device" if re.search(r"\bconst\b", pointee) else "device"
 
 
 def _space(declaration: str, array: bool) -> str:
@@ -158,6 +171,17 @@ METAL_FUNC threadgroup T& variable(const device char* key, ulong alignment, cons
   return *(threadgroup T*)__msl_tg((const void*)(ulong)key, sizeof(T), alignment > natural ? alignment : natural,
                                    (const char*)(ulong)name);
 }
+
+// What is in constant memory, in a form that copy constructors take; anything else as it is.
+template <class T> METAL_FUNC const device T& copied(constant T& x) { return *(const device T*)(ulong)&x; }
+template <class T> METAL_FUNC T&& copied(T&& x) { return static_cast<T&&>(x); }
+
+// A temporary, as an object of thread memory.
+template <class T> METAL_FUNC const thread T& held(const T&& x) { return *(const thread T*)(ulong)&x; }
+template <class T> METAL_FUNC T& held(T& x) { return x; }
+
+// A copy.
+template <class T> METAL_FUNC T valued(T x) { return x; }
 
 // The type of a parameter.
 template <class F, int N> struct parameter_of;

@@ -6,7 +6,7 @@ import ctypes
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,8 +14,8 @@ import mlx.core as mx
 from metile.errors import mismatch
 from metile.simulator import clang
 from metile.simulator.clang import Build
-from metile.simulator.constant_copies import compile_text
 from metile.simulator.parameters import Parameter, RawParameter, counts_symbol, entry_symbol, entry_text
+from metile.simulator.repair import compile_text
 from metile.simulator.rewrite import KernelFunction, Rewritten, rewrite
 from metile.targets.compiler import CompileError
 
@@ -178,7 +178,7 @@ def _library(unit: str, build: Build, text: str, file: str, options: Options) ->
         return path
     with tempfile.TemporaryDirectory(prefix="metile-") as temporary:
         compiled, linked = Path(temporary) / "kernel.o", Path(temporary) / "kernel.so"
-        compile_text(unit, build, compiled, text, file, options.folders)
+        compile_text(unit, build, ("-c", "-o", str(compiled)), text, file, options.folders)
         done = clang.run(
             [clang.zig(), "ld.lld", "-shared", "-Bsymbolic", "-o", str(linked), str(compiled), str(runtime)]
         )
@@ -214,8 +214,8 @@ def _entry(loaded: ctypes.CDLL, number: int, want: _Wanted) -> Entry:
     address = ctypes.cast(getattr(loaded, entry_symbol(number)), ctypes.c_void_p).value or 0
     raw = want.kernel.parameters
     counts = (ctypes.c_int * max(1, len(raw))).in_dll(loaded, counts_symbol(number))
-    parameters = [one for one, count in zip(raw, counts, strict=False) for one in _expanded(one, count)]
-    return Entry(want.name, tuple(parameters), address, want.kernel.max_threads)
+    parameters = tuple(one for source, count in zip(raw, counts, strict=False) for one in _expanded(source, count))
+    return Entry(want.name, parameters, address, want.kernel.max_threads)
 
 
 def _expanded(raw: RawParameter, count: int) -> list[Parameter]:
@@ -223,4 +223,4 @@ def _expanded(raw: RawParameter, count: int) -> list[Parameter]:
     one = raw.parameter
     if not raw.array:
         return [one]
-    return [Parameter(one.kind, one.index + place, f"{one.name}[{place}]") for place in range(count)]
+    return [replace(one, index=one.index + place, name=f"{one.name}[{place}]") for place in range(count)]

@@ -17,6 +17,7 @@ Constant = bool | int | float
 
 # Keywords of OpenCL that are ordinary names in Metal.
 _OPENCL_WORDS = frozenset({"local", "global", "generic", "read_only", "write_only", "read_write", "pipe", "vec_step"})
+_SPECIFIERS = frozenset({"template", "inline", "constexpr", "explicit", "METAL_FUNC", "__attribute__", "friend"})
 _HOST_NAME = re.compile(r'host_name\s*\(\s*((?:"[^"]*"\s*)+)\)')
 _FUNCTION_CONSTANT = re.compile(r"\bfunction_constant\s*\(\s*(\d+)[uU]?\s*\)")
 _MAX_THREADS = re.compile(r"\bmax_total_threads_per_threadgroup\s*\(\s*(\d+)[uU]?\s*\)")
@@ -78,9 +79,11 @@ def rewrite(text: str, constants: Mapping[int, Constant]) -> Rewritten:
     tokens = [token for token in tokens if token.text or token.space or token.kind == "end"]
     _rewrite_thread(tokens)
     rewrite_threadgroup(tokens)
-    for token in tokens:
+    for index, token in enumerate(tokens):
         if token.kind == "name" and token.text in _OPENCL_WORDS:
             token.text = f"__msl_{token.text}"
+        elif token.kind == "name" and token.text == "coherent":
+            blank(tokens, index, after_bracket(tokens, index + 1) if tokens[index + 1].text == "(" else index + 1)
     result.text = untokenize(tokens)
     return result
 
@@ -262,7 +265,7 @@ def _rewrite_thread(tokens: list[Token]) -> None:
     for index, token in enumerate(tokens):
         if token.kind == "name" and token.text == "thread":
             if _is_method_qualifier(tokens, index):
-                if not _returns_thread(tokens, index):
+                if not _stays_thread(tokens, index):
                     blank(tokens, index, index + 1)
             else:
                 _pass_by_value(tokens, index)
@@ -286,19 +289,38 @@ def _open_bracket(tokens: list[Token], index: int) -> int:
     return 0
 
 
-def _returns_thread(tokens: list[Token], index: int) -> bool:
-    """Tell whether the method hands out a pointer or reference to thread memory: then it must stay in it."""
+def _stays_thread(tokens: list[Token], index: int) -> bool:
+    """Tell whether the method with the qualifier at `index` can stay in thread memory.
+
+    Clang has no constructor there, and no operator that a temporary could use; an operator that hands out a pointer or
+    reference to thread memory must stay.
+    """
     closing = index - 1
     while tokens[closing].text != ")":
         closing -= 1
     opening = before = _open_bracket(tokens, closing)
     while before > 0 and tokens[before - 1].text not in (";", "{", "}", ":"):
         before -= 1
-    words = [token.text for token in tokens[before:opening]]
-    if "operator" in words:
-        words = words[: words.index("operator")]
-    named = len(words) > 1 and words[-1] not in ("inline", "constexpr", "METAL_FUNC", "explicit", "")
-    return "thread" in words or (named and "operator" not in [token.text for token in tokens[before:opening]])
+    words = [token for token in tokens[before:opening] if token.text]
+    if any(token.text == "operator" for token in words):
+        return "thread" in [token.text for token in words[: [token.text for token in words].index("operator")]]
+    head = _without_specifiers(words)
+    if len(head) > 2 and head[-2].text == "::":
+        return head[0].text != head[-1].text
+    return len(head) > 1 and head[-2].text != "~"
+
+
+def _without_specifiers(tokens: list[Token]) -> list[Token]:
+    """Return the declaration without what may stand before its type: template parameters, specifiers."""
+    tokens = [*tokens, Token("end", "")]
+    index = 0
+    while tokens[index].text in _SPECIFIERS:
+        after = tokens[index + 1].text
+        if after == "<":
+            index = after_angle(tokens, index + 1) or index + 2
+        else:
+            index = after_bracket(tokens, index + 1) if after == "(" else index + 1
+    return tokens[index:-1]
 
 
 def _pass_by_value(tokens: list[Token], index: int) -> None:

@@ -73,7 +73,7 @@ def _declaration(tokens: list[Token], start: int, index: int) -> int:
 
 def _specifiers(tokens: list[Token]) -> tuple[int, str]:
     """Return how many tokens the type takes (0: it is none), and its alignment; that is blanked."""
-    index, named, alignment = 0, False, "1"
+    index, named, alignment = 0, False, ""
     while tokens[index].kind != "end":
         text, after = tokens[index].text, tokens[index + 1].text if tokens[index].text else ""
         if text in ("alignas", "__attribute__") and after == "(":
@@ -138,7 +138,8 @@ def _name(declarator: list[Token]) -> str:
 
 def _variable(kind: str, declarator: list[Token], alignment: str) -> str:
     name = _name(declarator)
-    bounds = [token for token in declarator[declarator.index(next(t for t in declarator if t.text == name)) + 1 :]]
+    place = next(index for index, token in enumerate(declarator) if token.kind == "name")
+    bounds = declarator[place + 1 :]
     index = 1 if bounds and bounds[0].text == ")" else 0
     end = index
     closed = [*bounds, Token("end", "")]
@@ -148,9 +149,13 @@ def _variable(kind: str, declarator: list[Token], alignment: str) -> str:
         raise CompileError(
             f"[compile] expected no initializer for threadgroup variable '{name}' but got {phrase(bounds[end:])}"
         )
-    alias = f"__msl_type_{name}"
+    alias, align = f"__msl_type_{name}", "1"
+    tag = ""
+    if alignment:
+        # A type or a number: alignas takes either, alignof of what it aligns is a number.
+        tag, align = f"struct alignas({alignment}) __msl_aligned_{name} {{}}; ", f"alignof(__msl_aligned_{name})"
     return (
-        f"typedef {kind} {alias}{phrase(bounds[index:end])}; static device char __msl_key_{name}; "
+        f"{tag}typedef {kind} {alias}{phrase(bounds[index:end])}; static device char __msl_key_{name}; "
         f"threadgroup {alias}& {name} = "
-        f'__msl_glue::variable<{alias}>(&__msl_key_{name}, {alignment}, "{name}")'
+        f'__msl_glue::variable<{alias}>(&__msl_key_{name}, {align}, "{name}")'
     )
