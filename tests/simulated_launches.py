@@ -43,19 +43,22 @@ def run(
     threadgroup: int | Sequence[int],
     *,
     outputs: Sequence[int] = (),
+    updated: Sequence[int] = (),
     check: bool = False,
     entry: str = "k",
     function: str | None = None,
     options: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> Ran:
-    """Compile and run a kernel; outputs, by index, start without contents. Buffers are named b0, b1, ..."""
+    """Compile and run a kernel over buffers named b0, b1, ...; `outputs`, by index, start without contents."""
     program = compile_program(
         HEAD + text, {entry: function or entry}, Options(check=check, **(options or {})), file="kernel.metal"
     )
     held = [np.ascontiguousarray(array).copy() for array in arrays]
     buffers = {
-        i: Buffer(f"b{i}", array.reshape(-1).view(np.uint8), output=i in outputs, initialised=i not in outputs)
+        i: Buffer(
+            f"b{i}", array.reshape(-1).view(np.uint8), output=i in (*outputs, *updated), initialised=i not in outputs
+        )
         for i, array in enumerate(held)
     }
     sizes = [(size,) if isinstance(size, int) else tuple(size) for size in (grid, threadgroup)]

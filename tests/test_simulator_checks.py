@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from simulated_launches import BODY_LINE, TG, Ran, body, run
 
+from metile.simulator.findings import FindingsError
+
 THREADS, GROUPS = 128, 2
 X = np.arange(THREADS * GROUPS, dtype=np.float32) + 1
 
@@ -78,9 +80,9 @@ PLANTED = [
             "out of bounds", "s", 4),
     Planted("threadgroup one before", SHARED + "threadgroup float* p = s;\ny[i] = p[(int)tid - (int){bug}];", "n", "0",
             "out of bounds", "s", 4),
-    Planted("threadgroup write one after", SHARED + f"threadgroup float* p = s;\np[tid + {{bug}}] = 1;\n{TG}\ny[i] = s[tid];",
+    Planted("threadgroup write one after", SHARED + "threadgroup float* p = s;\np[tid + {bug}] = 1;\ny[i] = s[tid];",
             "n", "0", "out of bounds", "s", 4),
-    Planted("thread array one after", "float a[4] = {x[i], 1, 2, 3};\na[(i & 3) + {bug}] = 4;\ny[i] = a[i & 3] + a[0];",
+    Planted("thread array one after", "float a[4] = {x[i], 1, 2, 3};\ny[i] = a[(i & 3) + {bug}];",
             "n", "0", "out of bounds", "", 1),
     Planted("thread array one before", "float a[4] = {x[i], 1, 2, 3};\ny[i] = a[(int)(i & 3) - (int){bug}];",
             "n", "0", "out of bounds", "", 1),
@@ -121,3 +123,153 @@ def test_repaired_twin_is_clean(planted: Planted) -> None:
     ran = _run(planted.statements.replace("{bug}", planted.right))
     assert [str(finding) for finding in ran.findings] == []
     assert ran.launch.benign == ()
+
+
+LEGAL = {
+    "reuse of threadgroup memory": f"""threadgroup float s[128];
+float v = x[i];
+for (int j = 0; j < 4; j++) {{
+  s[tid] = v;
+  {TG}
+  v = s[127 - tid];
+  {TG}
+}}
+y[i] = v;""",
+    "simdgroup exchange": """threadgroup float s[128];
+s[tid] = x[i];
+simdgroup_barrier(mem_flags::mem_threadgroup);
+float v = s[tid ^ 5];
+simdgroup_barrier(mem_flags::mem_threadgroup);
+s[tid] = v;
+y[i] = s[tid];""",
+    "all threads read one element": f"threadgroup float s;\nif (tid == 0) s = x[i];\n{TG}\ny[i] = s + x[0];",
+    "one thread rewrites": "y[i] = x[i];\ny[i] += 1;\ny[i] *= 2;",
+    "a leader per simdgroup": f"""threadgroup float s[4];
+float v = simd_sum(x[i]);
+if (lane == 0) s[sg] = v;
+{TG}
+if (sg == 0) {{ v = simd_sum(lane < 4 ? s[lane] : 0.0f); if (lane == 0) s[0] = v; }}
+{TG}
+y[i] = s[0];""",
+    "a simdgroup reads before it alone writes": f"""threadgroup float s[128];
+s[tid] = x[i];
+{TG}
+float v = sg == 1 ? s[(tid ^ 1)] : 0;
+simdgroup_barrier(mem_flags::mem_threadgroup);
+if (sg == 1) s[tid] = v;
+{TG}
+y[i] = s[127 - tid];""",
+    "exchange through device memory": f"y[i] = x[i];\n{DEVICE_FLAG}\nfloat v = y[i ^ 1];\n{DEVICE_FLAG}\ny[i] = v;",
+    "both kinds at one barrier": """threadgroup float s[128];
+s[tid] = x[i];
+y[i] = x[i];
+threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
+float v = s[tid ^ 1] + y[i ^ 1];
+threadgroup_barrier(mem_flags::mem_device);
+y[i] = v;""",
+    "vectors, bytes and pointers": f"""threadgroup float4 s[32];
+if (tid < 32) s[tid] = ((const device float4*)x)[tid];
+{TG}
+threadgroup uchar* bytes = (threadgroup uchar*)s;
+uchar b = bytes[tid * 4 + 3];
+y[i] = s[tid / 4][tid % 4] + (float)b;""",
+    "threadgroup atomics": f"""threadgroup atomic_uint c;
+if (tid == 0) atomic_store_explicit(&c, 0u, memory_order_relaxed);
+{TG}
+atomic_fetch_add_explicit(&c, 1u, memory_order_relaxed);
+{TG}
+y[i] = atomic_load_explicit(&c, memory_order_relaxed);""",
+    "arrays of a thread": "float a[8];\nfor (uint j = 0; j < 8; j++) a[(j + i) & 7] = x[i] + j;\ny[i] = a[i & 7];",
+    "matrices": f"""threadgroup float s[4 * 64];
+simdgroup_float8x8 a, b(2.0f), c(0.0f);
+s[sg * 64 + lane] = x[i];
+s[sg * 64 + 32 + lane] = x[i];
+{TG}
+simdgroup_load(a, s + sg * 64, 8);
+simdgroup_multiply_accumulate(c, a, b, c);
+simdgroup_store(c, s + sg * 64, 8);
+{TG}
+y[i] = s[sg * 64 + lane];""",
+}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_legal_pattern_is_clean(name: str) -> None:
+    ran = _run(LEGAL[name])
+    assert [str(finding) for finding in ran.findings] == []
+    assert ran.launch.benign == ()
+
+
+def test_atomics_of_all_threadgroups_do_not_race() -> None:
+    text = (
+        "[[kernel]] void k(device atomic_uint* c [[buffer(0)]], device uint* y [[buffer(1)]],\n"
+        "    uint i [[thread_position_in_grid]]) {\n"
+        "  y[i] = atomic_fetch_add_explicit(c, 1u, memory_order_relaxed);\n}\n"
+    )
+    ran = run(text, [np.zeros(1, np.uint32), X], X.size, THREADS, outputs=(1,), updated=(0,), check=True)
+    assert ran.findings == ()
+    assert ran.arrays[0][0] == X.size
+
+
+def test_atomic_and_plain_accesses_race() -> None:
+    text = (
+        "[[kernel]] void k(device atomic_uint* c [[buffer(0)]], device uint* y [[buffer(1)]],\n"
+        "    uint i [[thread_position_in_grid]]) {\n"
+        "  atomic_fetch_add_explicit(c, 1u, memory_order_relaxed);\n"
+        "  y[i] = *(device uint*)c;\n}\n"
+    )
+    ran = run(text, [np.zeros(1, np.uint32), X], X.size, THREADS, outputs=(1,), updated=(0,), check=True)
+    assert {(one.kind, one.variable) for one in ran.findings} == {("race", "b0")}
+
+
+def test_same_value_overlap_is_benign() -> None:
+    ran = _run("y[i] = 1;\ny[0] = 1;")
+    assert ran.findings == ()
+    assert [(one.kind, one.variable, one.line) for one in ran.launch.benign] == [("race", "b0", BODY_LINE + 1)]
+
+
+def test_unwritten_ranges_are_merged() -> None:
+    ran = _run("if (i < 16 || i > 19) y[i] = x[i];")
+    assert [(one.kind, one.offset, one.size) for one in ran.findings] == [("unwritten output", 64, 16)]
+
+
+def test_uninitialised_output_is_not_to_be_read() -> None:
+    ran = _run("y[i] += x[i];")
+    assert {(one.kind, one.variable, one.line) for one in ran.findings} == {("uninitialised read", "b0", BODY_LINE)}
+
+
+def test_one_finding_a_place_with_a_count() -> None:
+    ran = _run("y[i] = x[i + n];\nif (i == 300) y[i] = 2;")
+    assert [(one.kind, one.offset, one.size, one.thread, one.threadgroup) for one in ran.findings] == [
+        ("out of bounds", 1024, 4, 127, (1, 0, 0))
+    ]
+    text = str(ran.findings[0])
+    assert text.startswith(f"kernel.metal:{BODY_LINE}: out of bounds of 4 bytes at b1+1024 by thread 127 of")
+    race = _run("y[0] = x[i];\ny[i] = x[i];").findings[0]
+    assert race.count > 200
+
+
+def test_an_access_outside_is_not_carried_out() -> None:
+    ran = _run("y[i] = 7;\ny[(int)i - 1] = 9;")
+    assert [(one.kind, one.offset) for one in ran.findings][:1] == [("out of bounds", -4)]
+
+
+def test_findings_are_the_same_each_time() -> None:
+    statements = SECOND.replace("{bug}", "")
+    assert _run(statements).findings == _run(statements).findings
+
+
+def test_line_of_an_inlined_function() -> None:
+    helper = "inline float next(threadgroup float* s, uint i) {\n  return s[i + 1];\n}\n"
+    text = helper + body(f"threadgroup float s[128];\ns[tid] = x[i];\n{TG}\ny[i] = next(s, tid);")
+    ran = run(text, [np.zeros_like(X), X, np.uint32(1)], X.size, THREADS, outputs=(0,), check=True)
+    assert [(one.kind, one.variable, one.file, one.line) for one in ran.findings] == [
+        ("out of bounds", "s", "kernel.metal", 5)
+    ]
+
+
+def test_findings_error_lists_them() -> None:
+    ran = _run("y[i] = x[i + n];")
+    error = FindingsError(ran.findings, ran.launch.benign)
+    assert error.findings == ran.findings
+    assert str(error).startswith("[check] expected no findings but got 1:\n  kernel.metal:8: out of bounds")

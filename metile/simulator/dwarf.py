@@ -44,8 +44,14 @@ class Reader:
         self.at = at
 
     def number(self, count: int) -> int:
-        """Read an unsigned integer of `count` bytes."""
+        """Read an unsigned integer of `count` bytes.
+
+        Raises:
+            IndexError: there are fewer.
+        """
         self.at += count
+        if self.at > len(self.data):
+            raise IndexError("the data ends")
         return int.from_bytes(self.data[self.at - count : self.at], "little")
 
     def leb(self) -> int:

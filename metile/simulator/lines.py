@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,7 +215,7 @@ def _units(data: bytes) -> Iterator[_Unit]:
 def _units_of(path: Path) -> list[_Unit]:
     try:
         return list(_units(path.read_bytes()))
-    except (OSError, ValueError, IndexError, KeyError):
+    except (OSError, ValueError, LookupError, ArithmeticError, struct.error):
         return []
 
 
