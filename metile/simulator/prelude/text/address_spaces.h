@@ -7,14 +7,8 @@
 #pragma clang diagnostic ignored "-Wduplicate-decl-specifier"
 #pragma clang system_header
 
-// METILE_LOOSE_CONSTANT: structs can be copied out of `constant`, and a device pointer passes for a constant one.
-#ifdef METILE_LOOSE_CONSTANT
-#define device __attribute__((opencl_global_device))
-#define constant __global
-#else
 #define device __global
 #define constant __constant
-#endif
 #define threadgroup __local
 #define thread __private
 #define threadgroup_imageblock __local

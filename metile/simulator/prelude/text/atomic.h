@@ -43,8 +43,8 @@ METAL_FUNC bool __msl_atomic_swap(volatile T* p, T* expected, T to) {
 }
 template <class F, class T>
 METAL_FUNC T __msl_atomic_update(volatile T* p, T operand) {
-  T old = __msl_atomic_load(p);
-  while (!__msl_atomic_swap(p, &old, F::template of<T>(old, operand))) {
+  T old = __msl_atomic_load<T>(p);
+  while (!__msl_atomic_swap<T>(p, &old, F::template of<T>(old, operand))) {
   }
   return old;
 }
@@ -61,7 +61,7 @@ struct __msl_subtracts {
 #define __MSL_ATOMICS(space)                                                                                \
   template <class T>                                                                                        \
   METAL_FUNC T atomic_load_explicit(const volatile space atomic<T>* object, memory_order) {                 \
-    return metal::__msl_atomic_load((volatile T*)&object->__v);                                             \
+    return metal::__msl_atomic_load<T>((volatile T*)&object->__v);                                             \
   }                                                                                                         \
   template <class T, class U>                                                                               \
   METAL_FUNC void atomic_store_explicit(volatile space atomic<T>* object, U desired, memory_order) {        \
@@ -77,7 +77,7 @@ struct __msl_subtracts {
   template <class T, class U>                                                                               \
   METAL_FUNC bool atomic_compare_exchange_weak_explicit(volatile space atomic<T>* object, thread T* expected, \
                                                         U desired, memory_order, memory_order) {            \
-    return metal::__msl_atomic_swap((volatile T*)&object->__v, (T*)expected, (T)desired);                   \
+    return metal::__msl_atomic_swap<T>((volatile T*)&object->__v, (T*)expected, (T)desired);                   \
   }                                                                                                         \
   __MSL_FETCH(space, add, __msl_adds)                                                                       \
   __MSL_FETCH(space, sub, __msl_subtracts)                                                                  \

@@ -21,6 +21,24 @@ METAL_FUNC T as_type(A a) {
   return to;
 }
 
+// What the rewriter wraps operands in: a half or bfloat on its way to the other, and objects of constant memory.
+template <class T>
+METAL_FUNC constexpr auto __through_float(T x) {
+  if constexpr (is_same_v<T, half> || is_same_v<T, bfloat>) {
+    return (float)x;
+  } else {
+    return x;
+  }
+}
+template <class T>
+METAL_FUNC constexpr T __by_value(T x) {
+  return x;
+}
+template <class T, class = enable_if_t<__is_class(T)>>
+METAL_FUNC T __by_value(const __constant T& x) {
+  return *(const device T*)(ulong)&x;
+}
+
 template <class T>
 using uniform = T;
 template <class T>

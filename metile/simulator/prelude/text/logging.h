@@ -2,6 +2,7 @@
 namespace metal {
 struct os_log {
   constexpr os_log(const __constant char*, const __constant char*) {}
+  constexpr os_log(const __constant char*, const __constant char*) __constant {}
 #define __MSL_LOG(name)                                              \
   template <class... A>                                              \
   METAL_FUNC void name(const __constant char*, A...) const {}        \

@@ -15,7 +15,7 @@ struct simdgroup_matrix {
   METAL_FUNC thread vec<T, 2>& thread_elements() thread { return __elements; }
   METAL_FUNC const thread vec<T, 2>& thread_elements() const thread { return __elements; }
 };
-template <class T, int Cols, int Rows>
+template <class T, int Cols, int Rows = Cols>
 METAL_FUNC simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T x) {
   simdgroup_matrix<T, Cols, Rows> m;
   m.__elements = vec<T, 2>(x);

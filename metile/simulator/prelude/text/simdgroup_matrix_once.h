@@ -22,7 +22,7 @@ struct simdgroup_matrix {
     return *(thread vec<T, 2>*)__msl_mtouch(__tile, sizeof(T));
   }
 };
-template <class T, int Cols, int Rows>
+template <class T, int Cols, int Rows = Cols>
 METAL_FUNC simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T x) {
   return simdgroup_matrix<T, Cols, Rows>(x, x);
 }

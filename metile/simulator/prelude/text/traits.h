@@ -63,13 +63,7 @@ template <class T>
 struct remove_addrspace<constant T> : remove_addrspace<T> {};
 template <class T>
 struct remove_addrspace<__generic T> : remove_addrspace<T> {};
-#ifndef METILE_LOOSE_CONSTANT
 #define __MSL_REFERENCE_SPACES(X) X(device) X(__local) X(__private) X(constant)
-#else
-#define __MSL_REFERENCE_SPACES(X) X(device) X(__local) X(__private) X(constant) X(__constant)
-template <class T>
-struct remove_addrspace<__constant T> : remove_addrspace<T> {};
-#endif
 #define __MSL_REMOVE_IN(space)           \
   template <class T>                     \
   struct remove_reference<space T&> {    \

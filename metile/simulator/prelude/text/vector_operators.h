@@ -81,3 +81,20 @@ METAL_FUNC V operator--(A& a, int) {
   return before;
 }
 }  // namespace metal
+
+// `pointer += x` and `number += x`, where x is an object that converts to a number: clang finds no operator of its own
+// when the left side has an address space.
+#define __MSL_NUMBER_ASSIGNMENT(op, left)                                                    \
+  template <class P, class I,                                                                \
+            class = metal::enable_if_t<(left) && __is_class(I) && metal::__count<I>::value == 100 && \
+                                       metal::is_convertible_v<I, long>>,                     \
+            class = void, class = void>                                                      \
+  METAL_FUNC P& operator op##=(P& p, I i) {                                                  \
+    return p = p op (long)i;                                                                 \
+  }
+__MSL_NUMBER_ASSIGNMENT(+, metal::is_pointer_v<P> || metal::is_integral_v<P>)
+__MSL_NUMBER_ASSIGNMENT(-, metal::is_pointer_v<P> || metal::is_integral_v<P>)
+__MSL_NUMBER_ASSIGNMENT(*, metal::is_integral_v<P>)
+__MSL_NUMBER_ASSIGNMENT(/, metal::is_integral_v<P>)
+__MSL_NUMBER_ASSIGNMENT(%, metal::is_integral_v<P>)
+#undef __MSL_NUMBER_ASSIGNMENT
