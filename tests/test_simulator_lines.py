@@ -14,7 +14,7 @@ from metile.simulator.runtime import image_range
 from metile.targets.compiler import find_compiler
 
 SOURCE = """extern "C" __attribute__((noinline)) void* site() { return __builtin_return_address(0); }
-static void* keep;
+static void* volatile keep;
 # 10 "inner.metal"
 #define INLINE static inline __attribute__((always_inline))
 INLINE void* inner(int& n) {
