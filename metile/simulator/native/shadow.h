@@ -125,7 +125,8 @@ inline bool begin_launch() {
 inline bool variable_region(const Threadgroup* t, int i, Region* region) {
   const Variable& variable = t->variables[i];
   const uint64_t begin = (uint64_t)variable.address;
-  *region = {begin, begin + variable.size, arena_cells + (variable.address - t->arena), kThreadgroupMemoryKind, true, i};
+  Cell* cells = arena_cells + (variable.address - t->arena);
+  *region = {begin, begin + variable.size, cells, kThreadgroupMemoryKind, true, i};
   return true;
 }
 
