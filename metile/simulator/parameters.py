@@ -164,6 +164,7 @@ def glue_text() -> str:
 
 
 _GLUE = r"""
+#define __msl_thread
 namespace __msl_glue {
 template <class T>
 METAL_FUNC threadgroup T& variable(const device char* key, ulong alignment, const __constant char* name) {
@@ -177,8 +178,18 @@ template <class T> METAL_FUNC const device T& copied(constant T& x) { return *(c
 template <class T> METAL_FUNC T&& copied(T&& x) { return static_cast<T&&>(x); }
 
 // A temporary, as an object of thread memory.
-template <class T> METAL_FUNC const thread T& held(const T&& x) { return *(const thread T*)(ulong)&x; }
+template <class T> METAL_FUNC thread T& held(T&& x) { return *(thread T*)(ulong)&x; }
 template <class T> METAL_FUNC T& held(T& x) { return x; }
+
+// Part of an object of thread memory, in a method that has no address space.
+template <class T> METAL_FUNC thread T& mine(__generic T& x) { return *(thread T*)(ulong)&x; }
+template <class T> METAL_FUNC thread T* mine(__generic T*&& x) { return (thread T*)(ulong)x; }
+template <class T> METAL_FUNC thread T& mine(thread T& x) { return x; }
+
+// What can be cast to half and to bfloat.
+METAL_FUNC float widened(half x) { return x; }
+METAL_FUNC float widened(bfloat x) { return x; }
+template <class T> METAL_FUNC T&& widened(T&& x) { return static_cast<T&&>(x); }
 
 // A copy.
 template <class T> METAL_FUNC T valued(T x) { return x; }

@@ -1,9 +1,10 @@
 """What is legal in Metal and clang's C++ for OpenCL has no rule for: the compiler's own errors show where to help it.
 
-Three kinds: a copy of a struct out of constant memory (there is no such constructor), a method of thread memory called
-on a temporary (which is in no address space), and structs of two spaces as the choices of ``?:``. The expression that
-the error names is wrapped in a function that gives the same object in the space that is wanted, and the text is
-compiled once more. Other programs pay nothing.
+Five kinds: a copy of a struct out of constant memory (there is no such constructor), a method of thread memory called
+on a temporary (which is in no address space) or from a constructor, pointers to members in constructors, structs of
+two spaces as the choices of ``?:``, and casts between half and bfloat. The expression that the error names is wrapped
+in a function that gives the same object in the space, or of a type, that is fit, and the text is compiled once more.
+Other programs pay nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,15 @@ from metile.simulator.diagnostics import Message, raise_errors, read_messages
 
 _ROUNDS = 8
 _FROM_CONSTANT = "cannot bind reference in address space '__constant' to object in address space '__generic'"
-_ON_TEMPORARY = re.compile(
-    r"^cannot initialize object parameter of type '(const )?__private [^']*' with an expression of type '(?!.*__\w+ )"
+_OBJECT = r"^cannot initialize object parameter of type '(?:const )?__private [^']*' with an expression of type "
+_ON_TEMPORARY = re.compile(_OBJECT + r"'(?!.*__\w+ )")
+_ON_PART = re.compile(
+    _OBJECT + r"'(?:const )?__generic "
+    r"|^binding reference of type '(?:const )?__private [^']*' to value of type '(?:const )?__generic "
+    r"|^cannot initialize .* of type '(?:const )?__private [^']*' with an [lr]value of type '(?:const )?__generic "
+)
+_HALF_CAST = re.compile(
+    r"^(static_cast|C-style cast|functional-style cast) from (?=.*'half')(?=.*'(?:bfloat|__bf16)').* is not allowed$"
 )
 _CHOICES = re.compile(
     r"^incompatible operand types \('(?:const )?(?:__\w+ )?([^'*]+)' and '(?:const )?(?:__\w+ )?([^'*]+)'\)"
@@ -76,6 +84,10 @@ def _helper(messages: Sequence[Message], index: int) -> str:
     """Return the function that helps with the error at `index`; empty where none does."""
     if _ON_TEMPORARY.match(messages[index].text):
         return "held"
+    if _HALF_CAST.match(messages[index].text):
+        return "widened"
+    if _ON_PART.match(messages[index].text):
+        return "mine"
     if (choices := _CHOICES.match(messages[index].text)) and choices.group(1) == choices.group(2):
         return "valued"
     return "copied" if _is_constant_copy(messages, index) else ""
@@ -101,7 +113,10 @@ def _wrapped(line: str, ranges: Mapping[tuple[int, int], str]) -> str:
         text = data[begin:end]
         head, tail = (b"{", b"}") if text.startswith(b"{") and text.endswith(b"}") else (b"", b"")
         inner = text[len(head) : len(text) - len(tail)]
-        call = f"__msl_glue::{function}(".encode()
-        data = data[:begin] + head + call + inner + b")" + tail + data[end:]
+        if function == "mine" and re.match(rb"\w+\s*[(<]", data[begin:]) and re.fullmatch(rb"\w+", inner):
+            changed = b"__msl_glue::mine(*this)." + inner
+        else:
+            changed = f"__msl_glue::{function}(".encode() + inner + b")"
+        data = data[:begin] + head + changed + tail + data[end:]
         done = begin
     return data.decode()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from metile.simulator.parameters import RawParameter, read_parameters
+from metile.simulator.thread import rewrite_thread
 from metile.simulator.threadgroup import rewrite_threadgroup
 from metile.simulator.tokens import Token, after_angle, after_bracket, blank, phrase, split, tokenize, untokenize
 
@@ -17,7 +18,6 @@ Constant = bool | int | float
 
 # Keywords of OpenCL that are ordinary names in Metal.
 _OPENCL_WORDS = frozenset({"local", "global", "generic", "read_only", "write_only", "read_write", "pipe", "vec_step"})
-_SPECIFIERS = frozenset({"template", "inline", "constexpr", "explicit", "METAL_FUNC", "__attribute__", "friend"})
 _HOST_NAME = re.compile(r'host_name\s*\(\s*((?:"[^"]*"\s*)+)\)')
 _FUNCTION_CONSTANT = re.compile(r"\bfunction_constant\s*\(\s*(\d+)[uU]?\s*\)")
 _MAX_THREADS = re.compile(r"\bmax_total_threads_per_threadgroup\s*\(\s*(\d+)[uU]?\s*\)")
@@ -77,11 +77,14 @@ def rewrite(text: str, constants: Mapping[int, Constant]) -> Rewritten:
     for start, stop in _attributes(tokens, 0, len(tokens)):
         blank(tokens, start, stop)
     tokens = [token for token in tokens if token.text or token.space or token.kind == "end"]
-    _rewrite_thread(tokens)
+    rewrite_thread(tokens)
     rewrite_threadgroup(tokens)
     for index, token in enumerate(tokens):
         if token.kind == "name" and token.text in _OPENCL_WORDS:
             token.text = f"__msl_{token.text}"
+        elif token.text == "constant" and [t.text for t in tokens[index + 1 : index + 3]] == ["char", "*"]:
+            # Takes string literals, which are const.
+            token.text = "constant const"
         elif token.kind == "name" and token.text == "coherent":
             blank(tokens, index, after_bracket(tokens, index + 1) if tokens[index + 1].text == "(" else index + 1)
     result.text = untokenize(tokens)
@@ -251,6 +254,8 @@ def _define_constants(tokens: list[Token], constants: Mapping[int, Constant], re
 def _declare_only(tokens: list[Token], index: int) -> None:
     while index > 0 and tokens[index - 1].text not in (";", "}", "{"):
         index -= 1
+        if tokens[index].text in ("static", "constexpr", "extern"):
+            blank(tokens, index, index + 1)
     tokens[index].text = f"extern {tokens[index].text}"
 
 
@@ -258,81 +263,3 @@ def _literal(value: Constant) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(value) + ("f" if isinstance(value, float) else "")
-
-
-def _rewrite_thread(tokens: list[Token]) -> None:
-    """Take ``thread`` away where clang has no object of that space: constructors, operators, temporaries."""
-    for index, token in enumerate(tokens):
-        if token.kind == "name" and token.text == "thread":
-            if _is_method_qualifier(tokens, index):
-                if not _stays_thread(tokens, index):
-                    blank(tokens, index, index + 1)
-            else:
-                _pass_by_value(tokens, index)
-
-
-def _is_method_qualifier(tokens: list[Token], index: int) -> bool:
-    before = index - 1
-    while tokens[before].text in ("const", "volatile", "noexcept", ""):
-        before -= 1
-    return before > 0 and tokens[before].text == ")"
-
-
-def _open_bracket(tokens: list[Token], index: int) -> int:
-    """Return the index of the ``(`` that the ``)`` at `index` closes."""
-    depth = 0
-    while index > 0:
-        depth += {")": 1, "(": -1}.get(tokens[index].text, 0)
-        if depth == 0:
-            return index
-        index -= 1
-    return 0
-
-
-def _stays_thread(tokens: list[Token], index: int) -> bool:
-    """Tell whether the method with the qualifier at `index` can stay in thread memory.
-
-    Clang has no constructor there, and no operator that a temporary could use; an operator that hands out a pointer or
-    reference to thread memory must stay.
-    """
-    closing = index - 1
-    while tokens[closing].text != ")":
-        closing -= 1
-    opening = before = _open_bracket(tokens, closing)
-    while before > 0 and tokens[before - 1].text not in (";", "{", "}", ":"):
-        before -= 1
-    words = [token for token in tokens[before:opening] if token.text]
-    if any(token.text == "operator" for token in words):
-        return "thread" in [token.text for token in words[: [token.text for token in words].index("operator")]]
-    head = _without_specifiers(words)
-    if len(head) > 2 and head[-2].text == "::":
-        return head[0].text != head[-1].text
-    return len(head) > 1 and head[-2].text != "~"
-
-
-def _without_specifiers(tokens: list[Token]) -> list[Token]:
-    """Return the declaration without what may stand before its type: template parameters, specifiers."""
-    tokens = [*tokens, Token("end", "")]
-    index = 0
-    while tokens[index].text in _SPECIFIERS:
-        after = tokens[index + 1].text
-        if after == "<":
-            index = after_angle(tokens, index + 1) or index + 2
-        else:
-            index = after_bracket(tokens, index + 1) if after == "(" else index + 1
-    return tokens[index:-1]
-
-
-def _pass_by_value(tokens: list[Token], index: int) -> None:
-    """Rewrite the parameter ``thread const X& name`` to ``const X name``: a temporary is in no address space."""
-    others = [i for i in (index - 1, index + 1) if tokens[i].text == "const"]
-    start = min([index, *others])
-    if not others or tokens[start - 1].text not in ("(", ","):
-        return
-    end = start
-    while tokens[end].text not in (",", ")", "&", "*", "(", ";", "{"):
-        end = (after_angle(tokens, end) or end + 1) if tokens[end].text == "<" else end + 1
-    after = end + 1 + (tokens[end + 1].kind == "name")
-    if tokens[end].text == "&" and tokens[after].text in (",", ")", "=", "["):
-        blank(tokens, index, index + 1)
-        blank(tokens, end, end + 1)
