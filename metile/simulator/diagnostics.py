@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from metile.files import cache_root
 from metile.targets.compiler import CompileError
 
 _SHOWN = 5
@@ -60,6 +61,8 @@ def read_messages(stderr: str) -> list[Message]:
 
 def located(file: str, line: int, text: str, source: str, source_file: str, include: Sequence[Path] = ()) -> str:
     """Return ``file:line: text`` and the line itself, where it is of the user's own text."""
+    if file.endswith("<glue>") or file.startswith(f"{cache_root()}/"):
+        file = "metal_stdlib"
     for path in include:
         file = file.removeprefix(f"{path}/")
     lines = source.splitlines()

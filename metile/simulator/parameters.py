@@ -81,11 +81,17 @@ def read_parameters(parameters: Sequence[Sequence[Token]]) -> tuple[RawParameter
         text = phrase(list(tokens))
         attributes = " ".join(re.findall(r"\[\s*\[(.*?)\]\s*\]", text))
         declaration = re.sub(r"\[\s*\[.*?\]\s*\]", " ", text).partition("=")[0]
-        names = re.findall(r"[A-Za-z_]\w*", declaration)
-        if names in ([], ["void"]):
-            continue
-        read.append(_read(attributes, declaration, names[-1], next_index))
+        if declaration.strip() not in ("", "void"):
+            read.append(_read(attributes, declaration, _name(declaration), next_index))
     return tuple(read)
+
+
+def _name(declaration: str) -> str:
+    """Return the name that is declared: in ``(&name)[4]``, ``(*name)(int)``, ``name[4]``, ``name``."""
+    if inner := re.search(r"\(\s*[*&]\s*(\w+)\s*\)", declaration):
+        return inner.group(1)
+    names = re.findall(r"[A-Za-z_]\w*", re.sub(r"\[[^]]*\]", "", declaration))
+    return names[-1] if names else ""
 
 
 def _read(attributes: str, declaration: str, name: str, next_index: dict[str, int]) -> RawParameter:

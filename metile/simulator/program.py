@@ -17,6 +17,7 @@ from metile.simulator.clang import Build
 from metile.simulator.parameters import Parameter, RawParameter, counts_symbol, entry_symbol, entry_text
 from metile.simulator.repair import compile_text
 from metile.simulator.rewrite import KernelFunction, Rewritten, rewrite
+from metile.simulator.strict import check_strict
 from metile.targets.compiler import CompileError
 
 __all__ = ["Entry", "Options", "Parameter", "Program", "compile_program"]
@@ -127,16 +128,14 @@ def compile_program(
     source = clang.preprocess(text, options.folders, options.defines, file)
     rewritten = rewrite(source, dict(options.constants))
     wanted = _wanted(rewritten, entries)
-    if options.strict:
-        from metile.simulator.strict import check_strict
-
-        check_strict(text, source, rewritten, file, options.folders)
     once = options.once_per_simdgroup
     if once is None:
         once = not options.check and _MATRICES.search(rewritten.text) is not None
     build = Build(options.check, once)
     body = "".join(entry_text(number, want.function, want.kernel.parameters) for number, want in enumerate(wanted))
     unit = f'{rewritten.text}\n# 1 "<entries>"\n{body}'
+    if options.strict:
+        check_strict(unit, text, source, file, options.folders)
     path = _library(unit, build, text, file, options)
     program = _programs.get(path)
     if program is None or list(program.entries) != [want.name for want in wanted]:
@@ -165,6 +164,8 @@ def _find(rewritten: Rewritten, name: str, function: str) -> _Wanted:
         raise mismatch("compile", f"a kernel of the source ({known})", f"'{function}'")
     if found.template and not angle:
         raise mismatch("compile", f"template arguments for kernel '{found.name}'", f"'{function}'")
+    if found.returns != "void":
+        raise CompileError(f"[compile] expected kernel '{found.name}' to return void but got {found.returns}")
     return _Wanted(name, found.name + angle + arguments, found)
 
 

@@ -64,6 +64,10 @@ def _method(
     """Return class and name where the bracket holds the parameters of a method that has no address space."""
     name = tokens[opening - 1]
     words = {token.text for token in tokens[start:opening]}
+    if "operator" in words and "thread" in words:
+        # It hands out a part of its object.
+        words -= {"operator", "="}
+        name = Token("name", name.text)
     if name.kind != "name" or name.text in _NO_NAMES or words & _NOT_METHODS:
         return None
     after = closing + 1

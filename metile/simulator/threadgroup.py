@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from metile.simulator.tokens import Token, after_angle, after_bracket, blank, phrase, split
 from metile.targets.compiler import CompileError
 
-_QUALIFIERS = frozenset({"const", "volatile", "static", "constexpr", "typename", "inline", "coherent", "threadgroup"})
+_QUALIFIERS = frozenset({"const", "volatile", "typename"})
+_DROPPED = frozenset({"threadgroup", "static", "constexpr", "inline"})
 _BUILTIN = frozenset({"unsigned", "signed", "long", "short", "int", "char", "float", "half", "bool", "double"})
 _NO_DECLARATION = frozenset({"typedef", "using", "template", "return", "friend", "extern", "goto", "case"})
 
@@ -59,45 +62,63 @@ def _declaration(tokens: list[Token], start: int, index: int) -> int:
     statement = [token for token in tokens[start:stop] if token.text]
     if any(token.text in _NO_DECLARATION for token in statement[:2]):
         return index + 1
-    length, alignment = _specifiers([*statement, Token("end", "")])
-    if not length or not any(token.text == "threadgroup" for token in statement[:length]):
+    kind = _specifiers([*statement, Token("end", "")])
+    if kind is None:
         return index + 1
-    declarators = split(statement[length:])
+    declarators = split(statement[kind.length :])
     if all(_is_pointer(declarator) for declarator in declarators):
         return stop
-    text = _rewritten([t for t in statement[:length] if t.text], declarators, alignment)
+    text = _rewritten(kind, declarators)
     blank(tokens, start, stop)
     tokens[start].text = text
     return stop
 
 
-def _specifiers(tokens: list[Token]) -> tuple[int, str]:
-    """Return how many tokens the type takes (0: it is none), and its alignment; that is blanked."""
-    index, named, alignment = 0, False, ""
-    while tokens[index].kind != "end":
-        text, after = tokens[index].text, tokens[index + 1].text if tokens[index].text else ""
-        if text in ("alignas", "__attribute__") and after == "(":
-            stop = after_bracket(tokens, index + 1)
-            if text == "alignas":
-                alignment = phrase(tokens[index + 2 : stop - 1])
-                blank(tokens, index, stop)
-            index = stop
-        elif text in _QUALIFIERS or text in _BUILTIN:
-            named = named or text in _BUILTIN
-            index += 1
-        elif named:
+@dataclass
+class _Type:
+    """What stands before the declarators: how many tokens, the type without what is not of it, ``alignas``."""
+
+    length: int = 0
+    kept: list[Token] = field(default_factory=list)
+    alignment: str = ""
+
+
+def _specifiers(tokens: list[Token]) -> _Type | None:
+    """Read the type that a declaration of threadgroup memory begins with; None where it is no such declaration."""
+    found, named, own = _Type(), False, False
+    while tokens[found.length].kind != "end":
+        index = found.length
+        text, after = tokens[index].text, tokens[index + 1].text
+        if text == "alignas" and after == "(":
+            found.length = after_bracket(tokens, index + 1)
+            found.alignment = phrase(tokens[index + 2 : found.length - 1])
+            continue
+        if text in _DROPPED:
+            own = own or text == "threadgroup"
+            found.length += 1
+            continue
+        stop = _type_part(tokens, index, named)
+        if stop == index:
             break
-        elif text == "decltype" and after == "(":
-            index, named = after_bracket(tokens, index + 1), True
-        elif text in ("struct", "union", "class", "enum"):
-            index += 2 if tokens[index + 1].kind == "name" else 1
-            index = after_bracket(tokens, index) if tokens[index].text == "{" else index
-            named = True
-        elif tokens[index].kind == "name" or text == "::":
-            index, named = _qualified_name(tokens, index), True
-        else:
-            return 0, alignment
-    return (index if named else 0), alignment
+        named = named or not (text in _QUALIFIERS or text == "__attribute__")
+        found.kept += tokens[index:stop]
+        found.length = stop
+    return found if named and own else None
+
+
+def _type_part(tokens: list[Token], index: int, named: bool) -> int:
+    """Return the index after the part of a type at `index`; `index` itself where the type has ended."""
+    text, after = tokens[index].text, tokens[index + 1].text
+    if text in ("__attribute__", "decltype") and after == "(":
+        return index if named and text == "decltype" else after_bracket(tokens, index + 1)
+    if text in _QUALIFIERS or text in _BUILTIN:
+        return index + 1
+    if named:
+        return index
+    if text in ("struct", "union", "class", "enum"):
+        index += 2 if tokens[index + 1].kind == "name" else 1
+        return after_bracket(tokens, index) if tokens[index].text == "{" else index
+    return _qualified_name(tokens, index) if tokens[index].kind == "name" or text == "::" else index
 
 
 def _qualified_name(tokens: list[Token], index: int) -> int:
@@ -117,18 +138,17 @@ def _is_pointer(declarator: list[Token]) -> bool:
     return first in ("*", "&") or (first == "(" and declarator[1].text in ("*", "&"))
 
 
-def _rewritten(specifiers: list[Token], declarators: list[list[Token]], alignment: str) -> str:
-    kept = [token for token in specifiers if token.text not in ("threadgroup", "static", "constexpr", "coherent")]
-    kind = " ".join(token.text for token in kept)
+def _rewritten(found: _Type, declarators: list[list[Token]]) -> str:
+    kind = " ".join(token.text for token in found.kept)
     statements: list[str] = []
-    if len(declarators) > 1 and any(token.text == "{" for token in kept):
+    if len(declarators) > 1 and any(token.text == "{" for token in found.kept):
         base = f"__msl_base_{_name(declarators[0])}"
         statements, kind = [f"typedef {kind} {base}"], base
     for declarator in declarators:
         if _is_pointer(declarator):
             statements.append(f"threadgroup {kind} {phrase(declarator)}")
         else:
-            statements.append(_variable(kind, declarator, alignment))
+            statements.append(_variable(kind, declarator, found.alignment))
     return "; ".join(statements)
 
 
