@@ -57,6 +57,7 @@ class Buffer:
         output: the kernel must write all of it, and it is copied back.
         initialised: `data` holds what the kernel may read; otherwise it starts poisoned.
         constant: in the constant address space.
+        offset: bytes from the beginning of `data` to where the kernel's pointer points.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Buffer:
     output: bool = False
     initialised: bool = True
     constant: bool = False
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _request(at: Launching, limit: int, arguments: Mapping[int, int], workers: i
     request.entry = at.program.entries[at.entry].address
     request.image_begin, request.image_end = at.image
     for item in at.placed:
-        request.buffers[item.index] = item.address
+        request.buffers[item.index] = item.address + item.buffer.offset
     for index, size in arguments.items():
         request.argument_bytes[index] = size
     request.threadgroup_limit = limit
