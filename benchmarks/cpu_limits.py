@@ -62,10 +62,10 @@ class Meter:
     """
 
     def __init__(self, target: CpuTarget) -> None:
-        words = "stream_read(matrix<const bfloat>(x), chunk, static_cast<uint*>(y.data), group);"
+        words = "stream_read(matrix_of<const bfloat>(x), chunk, static_cast<uint*>(y.data), group);"
         self._stream = target.compile(_source("stream_read", words, "y", "chunk"))
         results = "static_cast<float*>(y.data) + group.index * peak_results"
-        call = f"multiply_peak<{_chains(target.isa)}>(matrix<const bfloat>(x), steps, {results});"
+        call = f"multiply_peak<{_chains(target.isa)}>(matrix_of<const bfloat>(x), steps, {results});"
         self._multiply = target.compile(_source("multiply_peak", call, "y", "steps"))
         self._flops = step_flops(target.isa)
         self._results = 6 * 256 if target.isa.has_tiles else target.isa.lanes

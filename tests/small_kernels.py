@@ -16,9 +16,9 @@ def linear_source(dtype: mx.Dtype = mx.float32) -> KernelSource:
     return KernelSource(
         name=f"test_linear_{t}",
         program="linear.metal",
-        body=f"""const Matrix<const device {t}> weights[] = {{matrix<const device {t}>(w)}};
+        body=f"""const Matrix<const device {t}> weights[] = {{matrix_of<const device {t}>(w)}};
   linear_matrix<{t}, Store, {tile}>(
-      matrix<const device {t}>(x), weights, matrix<device {t}>(y), Store{{}}, outer_k, schedule_linear, group);""",
+      matrix_of<const device {t}>(x), weights, matrix_of<device {t}>(y), Store{{}}, outer_k, schedule_linear, group);""",
         inputs=("x", "w"),
         outputs=("y",),
         numbers=("outer_k",),

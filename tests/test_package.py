@@ -33,9 +33,9 @@ from metile.targets.cpu import CpuTarget
 source = KernelSource(
     name="packaged",
     program="linear.metal",
-    body='''const Matrix<const device float> weights[] = {matrix<const device float>(w)};
+    body='''const Matrix<const device float> weights[] = {matrix_of<const device float>(w)};
   linear_matrix<float, Store, 32, 32, 1, 1, 1, 0>(
-      matrix<const device float>(x), weights, matrix<device float>(y), Store{}, outer_k, schedule_hilbert, group);''',
+      matrix_of<const device float>(x), weights, matrix_of<device float>(y), Store{}, outer_k, schedule_hilbert, group);''',
     inputs=("x", "w"),
     outputs=("y",),
     numbers=("outer_k",),

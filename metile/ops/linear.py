@@ -24,8 +24,8 @@ Epilogue = Literal["store", "bias", "residual", "swiglu"]
 _STRUCTS = {"store": "Store", "bias": "Bias<{t}>", "residual": "Residual<{t}>", "swiglu": "SwiGLU"}
 _BUILDERS = {
     "store": "Store{{}}",
-    "bias": "Bias<{t}>{{matrix<const device {t}>(extra).data}}",
-    "residual": "Residual<{t}>{{matrix<const device {t}>(extra)}}",
+    "bias": "Bias<{t}>{{matrix_of<const device {t}>(extra).data}}",
+    "residual": "Residual<{t}>{{matrix_of<const device {t}>(extra)}}",
     "swiglu": "SwiGLU{{}}",
 }
 
@@ -89,10 +89,10 @@ class LinearKey:
             call, tail = f"linear_matrix<{t}, {struct}, {tile}>", "slice, Schedule(schedule), group"
             stage = f"Stage<{t}, {c.block_m}, METILE_FIXED(outer_k)>"
             scratch = f"Accumulator<{t}, {p}, {tile}>::bytes(slice) + {stage}::bytes(slice)"
-        matrices = ", ".join(f"matrix<const device {t}>({name})" for name in weights)
+        matrices = ", ".join(f"matrix_of<const device {t}>({name})" for name in weights)
         body = f"""const Matrix<const device {t}> weights[] = {{{matrices}}};
   {call}(
-      matrix<const device {t}>(x), weights, matrix<device {t}>(y), {_BUILDERS[self.epilogue].format(t=t)}, {tail});"""
+      matrix_of<const device {t}>(x), weights, matrix_of<device {t}>(y), {_BUILDERS[self.epilogue].format(t=t)}, {tail});"""
         fields = f"bm{c.block_m}_bn{c.block_n}_wm{c.wm}_wn{c.wn}_ku{c.k_unroll}"
         return KernelSource(
             name=f"linear_{self.epilogue}_{self.dtype}_{c.program}_{fields}",

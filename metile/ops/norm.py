@@ -74,8 +74,8 @@ class NormKey:
         outputs = ("sum", "y") if self.add else ("y",)
         residual, total = ("residual", "sum") if self.add else ("x", "y")
         body = f"""rms_norm<{t}, {str(self.add).lower()}, {candidate.block}>(
-      matrix<const device {t}>(x), matrix<const device {t}>({residual}), matrix<const device {t}>(weight),
-      matrix<device {t}>({total}), matrix<device {t}>(y), float_of_bits(eps), group);"""
+      matrix_of<const device {t}>(x), matrix_of<const device {t}>({residual}), matrix_of<const device {t}>(weight),
+      matrix_of<device {t}>({total}), matrix_of<device {t}>(y), float_of_bits(eps), group);"""
         return KernelSource(
             name=f"{self.family}_{self.dtype}_{candidate.label()}",
             program="norm.metal",

@@ -75,7 +75,7 @@ class RopeKey:
         t, d = KERNEL_TYPES[DTYPES[self.dtype]], self.dimension
         ins = ", ".join(f"heads_inside<const device {t}>({n})" for n in ("q, heads", "k, shared", "v, shared"))
         body = f"""rope<{t}, {d}, {candidate.block}>(
-      {ins}, matrix<const device float>(table), heads_inside<device {t}>(q_out, heads), ::heads<device {t}>(k_out),
+      {ins}, matrix_of<const device float>(table), heads_inside<device {t}>(q_out, heads), ::heads<device {t}>(k_out),
       ::heads<device {t}>(v_out), offset, group);"""
         return KernelSource(
             f"rope_{self.dtype}_d{d}_{candidate.label()}",

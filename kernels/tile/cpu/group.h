@@ -84,7 +84,7 @@ inline Heads<T> queries(const metile::Array& a, long count) {
 
 // All leading axes of an array folded into the rows of a matrix; the host has seen that they fold.
 template <typename T>
-inline Matrix<T> matrix(const metile::Array& array) {
+inline Matrix<T> matrix_of(const metile::Array& array) {
   Matrix<T> result = {static_cast<T*>(array.data), 1, array.ndim ? array.shape[array.ndim - 1] : 1, 0};
   for (long d = array.ndim - 2; d >= 0; --d) {
     if (result.stride == 0 && array.shape[d] != 1) result.stride = array.strides[d] / long(sizeof(T));
