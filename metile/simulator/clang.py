@@ -62,7 +62,7 @@ _CHECKED = (
 )
 DEFINES = ("__METAL_VERSION__=310", "__METAL__=1")
 _SEAL_BYTES = hashlib.sha256().digest_size
-_intact: set[Path] = set()
+_intact: set[tuple[Path, int, int]] = set()
 
 
 @dataclass(frozen=True)
@@ -164,23 +164,29 @@ def write_sealed(path: Path, data: bytes) -> None:
     Raises:
         CompileError: the cache cannot be written.
     """
+    _write(path, data + hashlib.sha256(data).digest())
+
+
+def _write(path: Path, data: bytes) -> None:
     try:
-        write_atomic(path, data + hashlib.sha256(data).digest())
+        write_atomic(path, data)
     except OSError as error:
         raise CompileError(f"[compile] expected a cache that can be written but got {error}") from error
 
 
 def is_intact(path: Path) -> bool:
-    """Tell whether `path` is there with all of what `write_sealed` wrote; looked at once a process."""
-    if path in _intact and path.is_file():
-        return True
+    """Tell whether `path` is there with all of what `write_sealed` wrote; read once while it does not change."""
     try:
+        status = path.stat()
+        state = (path, status.st_mtime_ns, status.st_size)
+        if state in _intact:
+            return True
         data = path.read_bytes()
     except OSError:
         return False
     if hashlib.sha256(data[:-_SEAL_BYTES]).digest() != data[-_SEAL_BYTES:]:
         return False
-    _intact.add(path)
+    _intact.add(state)
     return True
 
 
@@ -199,7 +205,7 @@ def precompiled_prelude(build: Build) -> Path:
     header, compiled = folder() / f"prelude-{name}.h", folder() / f"prelude-{name}.pch"
     if is_intact(compiled) and header.is_file() and header.stat().st_size == len(prelude().encode()):
         return compiled
-    write_atomic(header, prelude().encode())
+    _write(header, prelude().encode())
     with tempfile.TemporaryDirectory(prefix="metile-") as temporary:
         built = Path(temporary) / "prelude.pch"
         emit = ("-Xclang", "-emit-pch", "-Xclang", "-fno-pch-timestamp")

@@ -14,6 +14,8 @@ import mlx.core as mx
 from metile.errors import mismatch
 from metile.simulator import clang
 from metile.simulator.clang import Build
+from metile.simulator.library import library
+from metile.simulator.library import loaded as loaded_runtime
 from metile.simulator.parameters import Parameter, RawParameter, counts_symbol, entry_symbol, entry_text
 from metile.simulator.repair import compile_text
 from metile.simulator.rewrite import KernelFunction, Rewritten, rewrite
@@ -171,8 +173,6 @@ def _find(rewritten: Rewritten, name: str, function: str) -> _Wanted:
 
 def _library(unit: str, build: Build, text: str, file: str, options: Options) -> Path:
     """Return the library compiled from `unit`, from the cache where it is there and whole."""
-    from metile.simulator.runtime import library
-
     runtime = library(build.check)
     path = clang.folder() / f"{clang.key(build, unit, runtime.name)}.so"
     if clang.is_intact(path):
@@ -190,10 +190,8 @@ def _library(unit: str, build: Build, text: str, file: str, options: Options) ->
 
 
 def _load(path: Path, wanted: list[_Wanted], rewritten: Rewritten, check: bool) -> Program:
-    from metile.simulator.runtime import library
-
     ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(library(check)))
+    loaded_runtime(check)
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:

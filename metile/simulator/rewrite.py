@@ -124,7 +124,10 @@ def _read_instantiations(tokens: list[Token], result: Rewritten) -> None:
         text = " ".join(phrase(tokens[start:end]) for start, end in attributes)
         if not re.search(r"\b(kernel|host_name)\b", text) and not any(t.text == "kernel" for t in tokens[index:stop]):
             continue
-        function = _instantiated(tokens, attributes[-1][1] if attributes else index + 1, stop)
+        leading = index + 1
+        for start, end in attributes:
+            leading = end if start == leading else leading
+        function = _instantiated(tokens, leading, stop)
         host = _HOST_NAME.search(text)
         name = "".join(re.findall(r'"([^"]*)"', host.group(1))) if host else function
         result.instantiations[name] = function

@@ -139,7 +139,7 @@ def _is_pointer(declarator: list[Token]) -> bool:
 
 
 def _rewritten(found: _Type, declarators: list[list[Token]]) -> str:
-    kind = " ".join(token.text for token in found.kept)
+    kind = phrase(found.kept)
     statements: list[str] = []
     if len(declarators) > 1 and any(token.text == "{" for token in found.kept):
         base = f"__msl_base_{_name(declarators[0])}"
