@@ -189,7 +189,7 @@ def test_residual_mix_of_kimi(models: SimpleNamespace, simulator: Settings) -> N
     module: ModuleType = models.kimi_k3
     raw, partial, weight = normal(3, 1, 2, 96), normal(1, 2, 96), normal(96)
     inverse = mx.rsqrt(mx.mean(raw * raw, axis=-1) + 1e-5)
-    blocks = SimpleNamespace(raw=raw, inv_rms=inverse, values=raw * inverse[..., None])
+    blocks = SimpleNamespace(raw=raw, inv_rms=inverse)
     got = module._attn_res_mix(blocks, partial, weight, 1e-5)
     assert dict(simulator.launches) == {"attnres_mix": 1}
     near(got, module._attn_res_mix(blocks, partial, weight, 1e-5, use_kernel=False), mx.float32)

@@ -12,6 +12,7 @@ from metile.errors import MetileError
 from metile.simulator import arguments, settings
 from metile.simulator.devices import Device, find_device
 from metile.simulator.findings import Finding, FindingsError
+from metile.simulator.gradients import as_operation
 from metile.simulator.memory import input_buffers, output_array, output_buffer
 from metile.simulator.program import Options, Program, compile_program
 from metile.simulator.runtime import Buffer, Launch, launch
@@ -116,7 +117,7 @@ class MetalKernel:
         buffers.update(enumerate(outputs, len(built.generated.slots) - len(outputs)))
         self._launch(built, buffers, sizes, simulated, threads=threads, time_limit=time_limit)
         self._report(collect)
-        return [output_array(buffer, *kind) for buffer, kind in zip(outputs, kinds, strict=True)]
+        return as_operation(arrays, [output_array(one, *kind) for one, kind in zip(outputs, kinds, strict=True)])
 
     def _build(self, arrays: Sequence[mx.array], dtypes: Sequence[mx.Dtype], values: Template, check: bool) -> _Built:
         """Return the compiled kernel for arguments of this kind; text and library are made once."""
