@@ -49,8 +49,27 @@ _OPERATIONS = (
     *("int, int, BitwiseXor", "uint8_t, uint8_t, LeftShift", "int64_t, int64_t, Remainder", "uint, uint, FloorDivide"),
 )
 _UNARY = (
-    *("Abs ArcCos ArcCosh ArcSin ArcSinh ArcTan ArcTanh Ceil Cos Cosh Erf ErfInv Exp Expm1 Floor Log Log2 Log10").split(),
-    *("Log1p Negative Round Rsqrt Sigmoid Sign Sin Sinh Sqrt Square Tan Tanh").split(),
+    *[
+        "Abs",
+        "ArcCos",
+        "ArcCosh",
+        "ArcSin",
+        "ArcSinh",
+        "ArcTan",
+        "ArcTanh",
+        "Ceil",
+        "Cos",
+        "Cosh",
+        "Erf",
+        "ErfInv",
+        "Exp",
+        "Expm1",
+        "Floor",
+        "Log",
+        "Log2",
+        "Log10",
+    ],
+    *["Log1p", "Negative", "Round", "Rsqrt", "Sigmoid", "Sign", "Sin", "Sinh", "Sqrt", "Square", "Tan", "Tanh"],
 )
 _UNARY_ARGUMENTS = (
     *(f"{{T}}, {{T}}, {op}" for op in _UNARY),
@@ -81,7 +100,11 @@ _TILE = "{T}, 64, 64, 16, 2, 2"
 _GEMM = (f"{_TILE}, false, true", f"{_TILE}, true, false")
 _MASKED = tuple(
     f"{{T}}, {masks}64, 64, 16, 2, 2, false, true, {aligned}"
-    for masks, aligned in (("bool, bool, ", "true, true"), ("{T}, {T}, ", "false, false"), ("nomask_t, bool, ", "true, true"))
+    for masks, aligned in (
+        ("bool, bool, ", "true, true"),
+        ("{T}, {T}, ", "false, false"),
+        ("nomask_t, bool, ", "true, true"),
+    )
 )
 _QUANTIZED = (("64", "4"), ("32", "8"), ("128", "3"), ("64", "5"), ("64", "6"), ("64", "2"))
 _MX = (("32", "4"), ("32", "8"), ("16", "4"))
@@ -143,7 +166,9 @@ INSTANTIATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "gated_delta_update_vjp.h": {"gated_delta_vjp_seq": ("{T}, 128, 128, 16, 32, 16",)},
     "gemv.h": {
-        **dict.fromkeys(("gemv", "gemv_t"), ("{T}, 4, 1, 1, 32, 4, 4, true, true", "complex64_t, 1, 4, 4, 8, 4, 4, false, false")),
+        **dict.fromkeys(
+            ("gemv", "gemv_t"), ("{T}, 4, 1, 1, 32, 4, 4, true, true", "complex64_t, 1, 4, 4, 8, 4, 4, false, false")
+        ),
         **dict.fromkeys(("gemv_gather", "gemv_t_gather"), ("{T}, 4, 1, 1, 32, 4, 4",)),
         **dict.fromkeys(("gemv_wide", "gemv_wide_gather"), ("{T}, 4, 8",)),
     },
@@ -152,7 +177,9 @@ INSTANTIATIONS: dict[str, dict[str, tuple[str, ...]]] = {
         ("{T}, bool, bool, 2, 2, 4, 8, 4, 4, true", "{T}, {T}, nomask_t, 1, 1, 4, 8, 4, 4, false"),
     ),
     "hadamard.h": {"hadamard_n": ("{T}, 256, 16, 4",), "hadamard_m": ("{T}, 64, 12, 4", "{T}, 64, 20, 4")},
-    "indexing/gather_axis.h": {"gather_axis": ("{T}, uint32_t, int, true, true", "int64_t, int64_t, int64_t, false, true")},
+    "indexing/gather_axis.h": {
+        "gather_axis": ("{T}, uint32_t, int, true, true", "int64_t, int64_t, int64_t, false, true")
+    },
     "indexing/gather_front.h": {"gather_front": ("{T}, uint32_t, int, 2", "bool, int64_t, int64_t, 4")},
     "indexing/masked_scatter.h": {"masked_assign_impl": ("{T}, true", "complex64_t, false")},
     "indexing/scatter.h": {
@@ -173,7 +200,9 @@ INSTANTIATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "reduction/reduce_all.h": {"all_reduce": _REDUCTIONS},
     "reduction/reduce_col.h": {
         **dict.fromkeys(("col_reduce_small", "col_reduce_longcolumn"), tuple(f"{one}, int, 1" for one in _REDUCTIONS)),
-        **dict.fromkeys(("col_reduce_looped", "col_reduce_2pass"), tuple(f"{one}, int, 2, 32, 32" for one in _REDUCTIONS)),
+        **dict.fromkeys(
+            ("col_reduce_looped", "col_reduce_2pass"), tuple(f"{one}, int, 2, 32, 32" for one in _REDUCTIONS)
+        ),
     },
     "reduction/reduce_init.h": {"init_reduce": ("{T}, Sum<{T}>", "bool, And<bool>", "int, Max<int>")},
     "reduction/reduce_row.h": {
@@ -195,14 +224,21 @@ INSTANTIATIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "softmax.h": dict.fromkeys(("softmax_single_row", "softmax_looped"), ("{T}", "{T}, float")),
     "sort.h": {
         **dict.fromkeys(
-            ("block_sort", "block_sort_nc"), ("{T}, uint, true, 128, 4", "{T}, {T}, false, 128, 8", "int64_t, uint, true, 64, 4")
+            ("block_sort", "block_sort_nc"),
+            ("{T}, uint, true, 128, 4", "{T}, {T}, false, 128, 8", "int64_t, uint, true, 64, 4"),
         ),
         **dict.fromkeys(("mb_block_sort", "mb_block_partition", "mb_block_merge"), ("{T}, uint, true, 128, 4",)),
     },
     "steel/attn/kernels/steel_attention.h": {
-        "attention": ("{T}, 32, 32, 64, 64, 4, 1", "{T}, 32, 16, 128, 128, 4, 1, bool", "{T}, 32, 16, 128, 128, 4, 1, {T}")
+        "attention": (
+            "{T}, 32, 32, 64, 64, 4, 1",
+            "{T}, 32, 16, 128, 128, 4, 1, bool",
+            "{T}, 32, 16, 128, 128, 4, 1, {T}",
+        )
     },
-    "steel/conv/kernels/steel_conv.h": {"implicit_gemm_conv_2d": (_TILE, "{T}, 32, 32, 16, 2, 2, 4", f"{_TILE}, 0, true")},
+    "steel/conv/kernels/steel_conv.h": {
+        "implicit_gemm_conv_2d": (_TILE, "{T}, 32, 32, 16, 2, 2, 4", f"{_TILE}, 0, true")
+    },
     "steel/conv/kernels/steel_conv_3d.h": {"implicit_gemm_conv_3d": (_TILE, f"{_TILE}, true")},
     "steel/conv/kernels/steel_conv_general.h": {"implicit_gemm_conv_2d_general": (_TILE,)},
     "steel/gemm/kernels/steel_gemm_fused.h": {"gemm": (*_GEMM, "complex64_t, 64, 32, 8, 4, 1, false, false")},
@@ -259,7 +295,8 @@ AFTER_TEXT = {
     uint2 gid [[thread_position_in_grid]]) {{
   Indices<int, 2> idxs{{ {{idx0, idx1}}, idx_shapes, idx_strides, idx_contigs, idx_ndim}};
   return scatter_impl<float, int, Sum<float>, 2, false, 4, int>(
-      updates, out, upd_shape, upd_strides, upd_ndim, upd_size, out_shape, out_strides, out_ndim, axes, idx_size, idxs, gid);
+      updates, out, upd_shape, upd_strides, upd_ndim, upd_size, out_shape, out_strides, out_ndim, axes, idx_size,
+      idxs, gid);
 }}
 """,
 }

@@ -9,8 +9,8 @@ from simulator_headers import AFTER_TEXT, BEFORE, BEFORE_TEXT, INSTANTIATIONS, T
 
 from metile.simulator import clang
 from metile.simulator.clang import Build
-from metile.simulator.repair import compile_text
 from metile.simulator.parameters import entry_text
+from metile.simulator.repair import compile_text
 from metile.simulator.rewrite import rewrite
 
 INCLUDE = Path(mx.__file__).parent / "include"

@@ -1,7 +1,7 @@
 """Metal's standard library for clang's C++ for OpenCL: the text to precompile, and headers for the preprocessor.
 
-What templates express stands in ``prelude/text/*.h``. This module adds what would be unreadable as macros: ``vec`` with all
-its swizzles, and the lists of types and functions that repeat a pattern.
+What templates express stands in ``prelude/text/*.h``. This module adds what would be unreadable as macros: ``vec``
+with all its swizzles, and the lists of types and functions that repeat a pattern.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ _SETS = ("xyzw", "rgba")
 # Swizzles that are vectors in place, as (first component, how many) by the size of the whole.
 _PARTS = {3: ((0, 2),), 4: ((0, 2), (2, 2), (0, 3))}
 
-_MATH1 = (
-    "exp exp2 exp10 log log2 log10 sin cos tan sinpi cospi tanpi asin acos atan sinh cosh tanh asinh acosh atanh "
-    "sqrt rsqrt floor ceil trunc round rint fabs fract"
-).split()
-_MATH2 = "pow powr fmod atan2 fmin fmax copysign nextafter divide fdim".split()
-_MATH3 = "fma fmin3 fmax3 fmedian3".split()
+_MATH1 = """exp exp2 exp10 log log2 log10 sin cos tan sinpi cospi tanpi asin acos atan sinh cosh tanh asinh acosh atanh
+    sqrt rsqrt floor ceil trunc round rint fabs fract"""
+_MATH2 = "pow powr fmod atan2 fmin fmax copysign nextafter divide fdim"
+_MATH3 = "fma fmin3 fmax3 fmedian3"
 # In metal::fast and metal::precise too.
-_BOTH = [*_MATH1, *_MATH2, *_MATH3, *"abs sign saturate min max min3 max3 median3 clamp mix step smoothstep".split()]
-_BOTH += "ldexp ilogb frexp modf sincos dot length length_squared distance distance_squared normalize".split()
-_BOTH += "isnan isinf isfinite isnormal signbit select".split()
-_SIMD = (
-    "simd_broadcast simd_shuffle simd_shuffle_and_fill_down simd_shuffle_and_fill_up simd_shuffle_down simd_shuffle_up "
-    "simd_shuffle_rotate_down simd_shuffle_rotate_up simd_shuffle_xor simd_max simd_min simd_sum simd_product simd_and "
-    "simd_or simd_xor simd_prefix_inclusive_sum simd_prefix_exclusive_sum simd_prefix_inclusive_product "
-    "simd_prefix_exclusive_product"
-).split()
+_BOTH = f"""{_MATH1} {_MATH2} {_MATH3} abs sign saturate min max min3 max3 median3 clamp mix step smoothstep
+    ldexp ilogb frexp modf sincos dot length length_squared distance distance_squared normalize
+    isnan isinf isfinite isnormal signbit select"""
+_SIMD = """simd_broadcast simd_shuffle simd_shuffle_and_fill_down simd_shuffle_and_fill_up simd_shuffle_down
+    simd_shuffle_up simd_shuffle_rotate_down simd_shuffle_rotate_up simd_shuffle_xor simd_max simd_min simd_sum
+    simd_product simd_and simd_or simd_xor simd_prefix_inclusive_sum simd_prefix_exclusive_sum
+    simd_prefix_inclusive_product simd_prefix_exclusive_product"""
 
 
 def _swizzles(kind: str, n: int) -> list[str]:
@@ -67,7 +63,10 @@ def _vector(kind: str, n: int) -> list[str]:
     def constructor(declaration: str, values: str) -> str:
         return f"  {declaration} : {', '.join(f'{c}({values.format(c=c, i=i)})' for i, c in enumerate(names))} {{}}"
 
-    scalar = "enable_if_t<is_arithmetic_v<S> || __is_enum(S) || (is_convertible_v<S, T> && __is_class(S) && __count<S>::value == 100)>"
+    scalar = (
+        "is_arithmetic_v<S> || __is_enum(S) || (is_convertible_v<S, T> && __is_class(S) && __count<S>::value == 100)"
+    )
+    scalar = f"enable_if_t<{scalar}>"
     lines += [
         constructor(f"template <class S, class = {scalar}>\n  METAL_FUNC constexpr {kind}(S s)", "__cast<T>(s)"),
         constructor(f"METAL_FUNC constexpr {kind}({', '.join(f'T {c}_' for c in names)})", "{c}_"),
@@ -84,9 +83,8 @@ def _vector(kind: str, n: int) -> list[str]:
             "a.{c}",
         ),
     ]
-    other = "vec" if kind == "packed_vec" else "packed_vec"
     if kind == "vec":  # packed and swizzled vectors of the same element type convert by themselves
-        same = f"is_same<typename __parts<__vec_of_t<A>>::element, T>::value"
+        same = "is_same<typename __parts<__vec_of_t<A>>::element, T>::value"
     else:
         same = f"is_same<__vec_of_t<A>, vec<T, {n}>>::value"
     lines += [
@@ -111,6 +109,8 @@ def _vector(kind: str, n: int) -> list[str]:
         f"    typename __ext<T, {n}>::type e;\n    {' '.join(f'e.{c} = {c};' for c in names)}\n    return e;\n  }}"
         for space in ("", " __constant")
     ]
+    components = "".join(f"i == {i} ? {c} : " for i, c in enumerate(names[:-1])) + names[-1]
+    lines += [f"  METAL_FUNC constexpr T __at(int i) const {{ return {components}; }}"]
     index = "template <class I, class = enable_if_t<is_integral_v<I> || __is_enum(I)>>\n  METAL_FUNC"
     spaces = [f"{const}{space} " for space in _SPACES for const in ("", "const ")]
     lines += [
@@ -144,10 +144,15 @@ def _matrices() -> str:
 def _namespaces() -> str:
     lines = []
     for space in ("fast", "precise"):
-        lines += [f"namespace metal {{\nnamespace {space} {{", *(f"using metal::{name};" for name in _BOTH), "}\n}"]
+        lines += [
+            f"namespace metal {{\nnamespace {space} {{",
+            *(f"using metal::{name};" for name in _BOTH.split()),
+            "}\n}",
+        ]
     lists = {"1": _MATH1, "2": _MATH2, "3": _MATH3, "_SIMD": _SIMD}
     lines += [
-        f"#define __MSL_INTERNAL{key}_LIST(X) {' '.join(f'X({n})' for n in names)}" for key, names in lists.items()
+        f"#define __MSL_INTERNAL{key}_LIST(X) {' '.join(f'X({n})' for n in names.split())}"
+        for key, names in lists.items()
     ]
     return "\n".join(lines) + "\n"
 
@@ -158,7 +163,7 @@ def _file(name: str) -> str:
 
 @functools.cache
 def prelude_text() -> str:
-    """Return the whole prelude; ``METILE_ONCE_PER_SIMDGROUP`` and ``METILE_LOOSE_CONSTANT`` choose when it is compiled."""
+    """Return the whole prelude. ``METILE_ONCE_PER_SIMDGROUP``, defined or not, chooses a form of simdgroup_matrix."""
     abi = (_FOLDER.parent / "abi.h").read_text(encoding="utf-8").replace("#pragma once\n", "")
     parts = ["#pragma once\n", _file("address_spaces"), abi]
     parts += [_file(name) for name in ("traits", "limits", "vectors")]

@@ -74,12 +74,14 @@ METAL_FUNC constexpr U absdiff(T x, T y) {
 template <class T, class U = __bits_t<T>>
 METAL_FUNC constexpr T addsat(T x, T y) {
   T r = 0;
-  return __builtin_add_overflow(x, y, &r) ? (is_signed_v<T> && x < 0 ? numeric_limits<T>::min() : numeric_limits<T>::max()) : r;
+  if (!__builtin_add_overflow(x, y, &r)) return r;
+  return is_signed_v<T> && x < 0 ? numeric_limits<T>::min() : numeric_limits<T>::max();
 }
 template <class T, class U = __bits_t<T>>
 METAL_FUNC constexpr T subsat(T x, T y) {
   T r = 0;
-  return __builtin_sub_overflow(x, y, &r) ? (!is_signed_v<T> || x < 0 ? numeric_limits<T>::min() : numeric_limits<T>::max()) : r;
+  if (!__builtin_sub_overflow(x, y, &r)) return r;
+  return !is_signed_v<T> || x < 0 ? numeric_limits<T>::min() : numeric_limits<T>::max();
 }
 template <class T, class U = __bits_t<T>>
 METAL_FUNC constexpr T hadd(T x, T y) {
@@ -107,10 +109,10 @@ METAL_FUNC constexpr T madhi(T x, T y, T z) {
 }
 template <class T, class U = __bits_t<T>>
 METAL_FUNC constexpr T madsat(T x, T y, T z) {
-  T p = 0;
-  bool over = __builtin_mul_overflow(x, y, &p);
-  if (over) p = is_signed_v<T> && (x < 0) != (y < 0) ? numeric_limits<T>::min() : numeric_limits<T>::max();
-  return over && (z < 0) == (p < 0) ? p : addsat(p, z);
+  typedef conditional_t<is_signed_v<T>, __int128, unsigned __int128> wide;
+  wide r = (wide)x * y + z;
+  if (r < (wide)numeric_limits<T>::min()) return numeric_limits<T>::min();
+  return r > (wide)numeric_limits<T>::max() ? numeric_limits<T>::max() : (T)r;
 }
 METAL_FUNC constexpr int mad24(int x, int y, int z) { return (int)((uint)mul24(x, y) + (uint)z); }
 METAL_FUNC constexpr uint mad24(uint x, uint y, uint z) { return mul24(x, y) + z; }

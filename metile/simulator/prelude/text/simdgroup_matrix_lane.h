@@ -31,7 +31,8 @@ METAL_FUNC __msl_pair __msl_pair_of(simdgroup_matrix<T, 8, 8> m) {
 #define __MSL_LOAD(space)                                                                                         \
   template <class T>                                                                                              \
   METAL_FUNC void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& d, const space T* src,                         \
-                                 ulong elements_per_row = 8, ulong2 matrix_origin = ulong2(0), bool transpose = false) { \
+                                 ulong elements_per_row = 8, ulong2 matrix_origin = ulong2(0),                    \
+                                 bool transpose = false) {                                                        \
     const ulong row = d.__row(), column = d.__column();                                                           \
     src += matrix_origin.y * elements_per_row + matrix_origin.x;                                                  \
     const ulong across = transpose ? elements_per_row : 1, down = transpose ? 1 : elements_per_row;               \

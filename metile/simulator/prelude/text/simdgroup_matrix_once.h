@@ -7,7 +7,9 @@ struct simdgroup_matrix {
   void* __tile;
   METAL_FUNC simdgroup_matrix() : __tile(__msl_mnew()) {}
   METAL_FUNC ~simdgroup_matrix() { __msl_mdel(__tile); }
-  METAL_FUNC simdgroup_matrix(const simdgroup_matrix& m) : __tile(__msl_mnew()) { __msl_mcopy(__tile, m.__tile, sizeof(T)); }
+  METAL_FUNC simdgroup_matrix(const simdgroup_matrix& m) : __tile(__msl_mnew()) {
+    __msl_mcopy(__tile, m.__tile, sizeof(T));
+  }
   METAL_FUNC simdgroup_matrix& operator=(const simdgroup_matrix& m) {
     __msl_mcopy(__tile, m.__tile, sizeof(T));
     return *this;
@@ -29,7 +31,8 @@ METAL_FUNC simdgroup_matrix<T, Cols, Rows> make_filled_simdgroup_matrix(T x) {
 #define __MSL_LOAD(space)                                                                                         \
   template <class T>                                                                                              \
   METAL_FUNC void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& d, const space T* src,                         \
-                                 ulong elements_per_row = 8, ulong2 matrix_origin = ulong2(0), bool transpose = false) { \
+                                 ulong elements_per_row = 8, ulong2 matrix_origin = ulong2(0),                    \
+                                 bool transpose = false) {                                                        \
     src += matrix_origin.y * elements_per_row + matrix_origin.x;                                                  \
     __msl_mload(d.__tile, (const void*)(ulong)src, elements_per_row, transpose, sizeof(T));                       \
   }

@@ -65,7 +65,8 @@ struct __common<A, B, enable_if_t<is_same<__vec_of_t<A>, __vec_of_t<B>>::value>>
   typedef __vec_of_t<A> type;
 };
 template <class V, class S>
-struct __common_scalar : enable_if<is_arithmetic_v<S> && (is_floating_point_v<__element_t<V>> || !is_floating_point_v<S>), V> {};
+struct __common_scalar
+    : enable_if<is_arithmetic_v<S> && (is_floating_point_v<__element_t<V>> || !is_floating_point_v<S>), V> {};
 template <class A, class B>
 struct __common<A, B, enable_if_t<is_arithmetic_v<B> && __count<A>::value != 100 && __count<A>::value != 1>>
     : __common_scalar<__vec_of_t<A>, B> {};
@@ -95,8 +96,7 @@ METAL_FUNC constexpr T __component(A a, int i) {
   if constexpr (is_arithmetic_v<A> || __is_enum(A)) {
     return __cast<T>(a);
   } else {
-    __vec_of_t<A> v(a);
-    return __cast<T>(i == 0 ? v.x : i == 1 ? v.y : v.__e[i]);
+    return __cast<T>(a.__at(i));
   }
 }
 template <class T, class A, class... B>
@@ -160,6 +160,7 @@ struct __swizzle {
     return *this;
   }
   METAL_FUNC __swizzle& operator=(const __swizzle& s) { return *this = (V)s; }
-  METAL_FUNC T operator[](uint i) const { return __e[code >> 4 * i & 15]; }
+  METAL_FUNC T __at(int i) const { return __e[code >> 4 * i & 15]; }
+  METAL_FUNC T operator[](int i) const { return __at(i); }
 };
 }  // namespace metal
