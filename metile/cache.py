@@ -270,9 +270,11 @@ class PlanCache:
             write_atomic(self.path, data)
 
     def _warn_of_other_machines(self, key: EntryKey, stored: Mapping[EntryKey, JsonValue]) -> None:
-        """Say so when the very thing asked for is there, decided elsewhere."""
+        """Say so when the very thing asked for is there, decided elsewhere; decisions of another target are no surprise."""
         asked = [getattr(key, name) for name in _TEXT_FIELDS]
         for other in stored:
+            if other.machine.target != key.machine.target:
+                continue
             if other not in self._removed and [getattr(other, name) for name in _TEXT_FIELDS] == asked:
                 differences = "; ".join(key.machine.differences(other.machine))
                 _warn_once(self.path, "read", f"holds plans of another machine, which are not used ({differences})")

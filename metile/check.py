@@ -99,8 +99,10 @@ def fault(key: OpKey, candidate: Any, kernel: Kernel, case: Case) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an exception's type and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    """Return an exception's type and the first line of its message, and of a compiler's what it complains of."""
+    lines = str(error).splitlines() or [""]
+    complaint = next((f" ({line.strip()})" for line in lines[1:] if "error: " in line), "")
+    return f"{type(error).__name__}: {lines[0]}{complaint}"
 
 
 def _wrong(got: mx.array, want: mx.array, allowed: float) -> str | None:

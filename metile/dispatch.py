@@ -49,6 +49,7 @@ class Decision:
         speedup: median of paired ratios of plain MLX's time to the candidate's, 1.0 for plain MLX.
         reason: why plain MLX stayed, or what the winner won by.
         rejected: candidates that failed to compile or to verify, with the first reason of each.
+        traffic: where nothing can be timed, how many times the bytes that are needed the candidate moves.
     """
 
     key: OpKey
@@ -56,6 +57,7 @@ class Decision:
     speedup: float
     reason: str
     rejected: Mapping[str, str] = field(default_factory=dict)
+    traffic: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the decision without its key, as JSON values."""
@@ -64,7 +66,7 @@ class Decision:
             "speedup": self.speedup,
             "reason": self.reason,
             "rejected": dict(self.rejected),
-        }
+        } | ({} if self.traffic is None else {"traffic": self.traffic})
 
     @classmethod
     def from_json(cls, key: OpKey, value: Any) -> Decision | None:
@@ -72,8 +74,16 @@ class Decision:
         try:
             fields = value["candidate"]
             candidate = None if fields is None else _CANDIDATES[type(key)](**fields)
-            return cls(key, candidate, float(value["speedup"]), str(value["reason"]), dict(value["rejected"]))
-        except (KeyError, TypeError, ValueError):
+            traffic = value.get("traffic")
+            return cls(
+                key,
+                candidate,
+                float(value["speedup"]),
+                str(value["reason"]),
+                dict(value["rejected"]),
+                None if traffic is None else float(traffic),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
 

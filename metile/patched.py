@@ -23,7 +23,7 @@ from metile.targets.base import Kernel, Output, Target
 from metile.tracing import is_traced
 
 # Targets whose kernels run when they are called; those of the others are nodes of MLX's graph.
-EAGER_TARGETS = frozenset({"cpu"})
+EAGER_TARGETS = frozenset({"cpu", "simulator"})
 
 TRACED = "a transformation traces its input"  # why plain MLX ran
 

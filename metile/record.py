@@ -132,7 +132,8 @@ def _additions(tuning: Tuning, seconds: Mapping[str, float]) -> dict[str, Any]:
             {
                 "subject": decision.key.subject(),
                 "candidate": decision.candidate.label() if decision.candidate else None,
-                "speedup": decision.speedup,
+                "speedup": decision.speedup if decision.traffic is None else None,
+                "traffic": decision.traffic,
                 "reason": decision.reason,
                 "rejected": len(decision.rejected),
             }
@@ -140,7 +141,8 @@ def _additions(tuning: Tuning, seconds: Mapping[str, float]) -> dict[str, Any]:
         ],
         "declined": [{"module": item.path, "reason": item.reason} for item in tuning.found.declined],
         "refused": list(tuning.refused),
-        "timing": {name: round(value, 3) for name, value in seconds.items()},
+        "timing": "measured" if tuning.target.timed else "simulated-traffic",
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "notes": list(tuning.notes),
     }
     if verdict is not None:

@@ -7,7 +7,7 @@ and the pairs that must justify the verdict. A record that contradicts itself is
 It is optional, a free JSON object, and never changes what a key of schema 8 means. Members in use:
 
 ========== ====================================================================================
-target     ``cpu``, ``cuda`` or ``metal``: what ran the kernels
+target     ``cpu``, ``cuda``, ``metal`` or ``simulator``: what ran the kernels
 chip       the target's own name of the processor, with the instruction set where that is a choice
 plan       ``candidate`` and ``selected``: features that schema 8 has no word for, name to bool
 declined   modules left alone, each with ``module`` and ``reason``
@@ -15,7 +15,8 @@ refused    why there is no plan, in sentences
 unverified features that the fidelity check did not exercise
 excused    limits exceeded where plain MLX's own distance from float32 is of that size too
 float32    ``plan_error`` and ``mlx_error``: distance of each from a float32 run of the same weights
-timing     seconds spent, by phase
+timing     ``measured``, or ``simulated-traffic``: bytes were counted, nothing was timed
+seconds    spent, by phase
 kernels    statistics of compiled kernels and tried candidates
 notes      anything a reader should know, in sentences
 ========== ====================================================================================

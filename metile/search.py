@@ -22,9 +22,10 @@ from metile.ops.base import OpKey, buckets_apart, operation
 from metile.store import DecisionStore
 from metile.targets.base import Kernel, KernelSource, Target
 from metile.targets.compiler import CompileError
+from metile.traffic import CountsTraffic, decide_by_traffic
 from metile.trial import Contest, Tell, decide
 
-Stage = Literal["compile", "verify", "time", "confirm", "decided"]
+Stage = Literal["compile", "verify", "time", "count", "confirm", "decided"]
 
 MAX_CANDIDATES = 48
 NEAR = 24  # candidates that are tried in any case; the rest is sampled
@@ -42,7 +43,8 @@ class Progress:
 
     Attributes:
         subject: the key, as one line.
-        stage: what is done with it; ``decided`` comes last, when the decision is stored.
+        stage: what is done with it, ``count`` in place of ``time`` where nothing can be timed; ``decided`` comes last,
+            when the decision is stored.
         candidate: label of what is being tried; of a decision the winner, ``mlx`` for plain MLX.
         done: steps of this stage that are behind, kernels in ``compile``; in ``decided``, keys of the search.
         total: steps of this stage.
@@ -288,7 +290,11 @@ class _Search:
             else:
                 rejected[candidate.label()] = "not tried: no time was left to compile it"
         tell = self._teller(key)
-        decision = decide(Contest(key, kernels, rejected, seconds, self._seed), self._clock, tell)
+        contest = Contest(key, kernels, rejected, seconds, self._seed)
+        if isinstance(self._target, CountsTraffic):
+            decision = decide_by_traffic(contest, self._target, self._clock, tell)
+        else:
+            decision = decide(contest, self._clock, tell)
         mx.clear_cache()
         self.decided[key] = decision
         if self._store is not None:

@@ -148,6 +148,29 @@ def decide(contest: Contest, clock: Clock, tell: Tell) -> Decision:
     """
     start = clock()
     rejected = dict(contest.rejected)
+    passed = verified_candidates(contest, rejected, clock, tell)
+    if isinstance(passed, Decision):
+        return passed
+    verified, case = passed
+    bench = Bench(contest, case, clock)
+    left = contest.seconds - (clock() - start)
+    a_pair = _pair_seconds(bench)
+    pairs = max(LEAST_PAIRS, min(PAIRS, int(left / 2 / a_pair)))
+    race = _race(bench, verified, left - pairs * a_pair, clock, tell)
+    if race.best is None:
+        return _stay(contest, rejected, _lost(race))
+    tell("confirm", race.best.label(), 0, pairs)
+    return _confirm(contest, bench, race.best, pairs, rejected, clock)
+
+
+def verified_candidates(
+    contest: Contest, rejected: dict[str, str], clock: Clock, tell: Tell
+) -> tuple[list[Any], Case] | Decision:
+    """Return the candidates that compute what they should, and the case of the full bucket.
+
+    What does not is noted in `rejected`; where nothing is left, the decision for plain MLX is returned.
+    """
+    start = clock()
     if not contest.kernels:
         return _stay(contest, rejected, "no candidate is admissible and compiles")
     try:
@@ -159,15 +182,7 @@ def decide(contest: Contest, clock: Clock, tell: Tell) -> Decision:
         label = next(candidate.label() for candidate in contest.kernels)
         reason = f"no candidate passed verification; the default, {label}, {rejected[label]}"
         return _stay(contest, rejected, reason)
-    bench = Bench(contest, cases[-1], clock)
-    left = contest.seconds - (clock() - start)
-    a_pair = _pair_seconds(bench)
-    pairs = max(LEAST_PAIRS, min(PAIRS, int(left / 2 / a_pair)))
-    race = _race(bench, verified, left - pairs * a_pair, clock, tell)
-    if race.best is None:
-        return _stay(contest, rejected, _lost(race))
-    tell("confirm", race.best.label(), 0, pairs)
-    return _confirm(contest, bench, race.best, pairs, rejected, clock)
+    return verified, cases[-1]
 
 
 def _stay(contest: Contest, rejected: Mapping[str, str], reason: str) -> Decision:

@@ -24,12 +24,10 @@ from metile.render import report_tables
 from metile.report import ModelReport, SuiteReport
 from metile.search import estimate
 from metile.suites import Suite, SuiteModel, load_suite, suite_names
-from metile.targets import choose_target
+from metile.targets import TARGETS, choose_target
 from metile.targets.base import Target
 from metile.toolchain import ensure_compile
 from metile.tuner import Tuner
-
-TARGETS = ("auto", "cpu", "cuda", "metal")
 
 
 def _parser() -> argparse.ArgumentParser:

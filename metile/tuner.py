@@ -21,8 +21,8 @@ from metile.plans import digest_of, save_plan
 from metile.progress import Reporter
 from metile.record import model_record
 from metile.report import ModelReport, PlanConfirmation, Sample, confirmation_of, speedups_of
+from metile.search import MAX_CANDIDATES, search
 from metile.search import Progress as SearchProgress
-from metile.search import search
 from metile.sites import Found
 from metile.store import DecisionStore, machine_key
 from metile.suites import Suite, SuiteModel, Workload
@@ -30,6 +30,7 @@ from metile.targets.base import Target
 from metile.workload import Generation, generate, text_prompt, token_ids
 
 _WARM_TOKENS = 2
+_UNTIMED_CANDIDATES = 6  # of a key, where each runs on a simulator
 
 
 @dataclass
@@ -154,6 +155,7 @@ class Tuner:
                 store=store,
                 seed=self.workload.seed,
                 progress=show,
+                max_candidates=MAX_CANDIDATES if self.target.timed else _UNTIMED_CANDIDATES,
             )
 
     def _plan(self, tuning: Tuning, model: nn.Module, prompt: mx.array) -> None:
@@ -168,6 +170,9 @@ class Tuner:
                 tuning.refused = ("the model holds nothing that metile knows how to patch",)
             return
         everything = base.only(features)
+        if not self.target.timed:
+            tuning.candidate = everything
+            return
         with self.reporter.stage("plan", ", ".join(features)):
             self._warm_up(model, everything, prompt)
             finder = PlanSearch(model, base, self.target, prompt, self.workload, self.reporter.update)
@@ -194,6 +199,9 @@ class Tuner:
 
     def _confirm(self, tuning: Tuning, model: nn.Module, prompt: mx.array) -> None:
         if tuning.candidate is None or tuning.verdict is None or not tuning.verdict.ok:
+            return
+        if not self.target.timed:
+            tuning.refused = (f"{self.target.chip()}: what is not timed is not selected",)
             return
         trials = self.workload.confirmation_trials
         with self.reporter.stage("confirm", f"{trials} pair{'' if trials == 1 else 's'} of the whole workload"):

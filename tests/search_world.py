@@ -137,6 +137,7 @@ _MISDEEDS: dict[str, Callable[[mx.array, bool], mx.array]] = {
 
 class FakeTarget:
     name = "fake"
+    timed = True
     limits = Limits(lanes=4, registers=16, threadgroup_bytes=1 << 15)
 
     def chip(self) -> str:

@@ -111,7 +111,7 @@ def test_the_default_folder_is_under_the_cache_root(tmp_path: Path, monkeypatch:
     assert PlanCache(MODEL).path == tmp_path / "plans" / f"{MODEL}.json"
 
 
-@pytest.mark.parametrize("field", ["target", "chip", "limits", "os", "mlx", "metile", "kernels"])
+@pytest.mark.parametrize("field", ["chip", "limits", "os", "mlx", "metile", "kernels"])
 def test_any_other_machine_is_a_warning_and_a_miss_and_stays_in_the_file(tmp_path: Path, field: str) -> None:
     other = replace(HERE, **{field: "something else"})
     PlanCache(MODEL, tmp_path).put(key(machine=other), "theirs")
@@ -130,6 +130,15 @@ def test_another_question_is_a_plain_miss(tmp_path: Path, change: dict[str, str]
     cache = PlanCache(MODEL, tmp_path)
     cache.put(key(), "ours")
     assert cache.get(replace(key(), **change)) is None
+
+
+@pytest.mark.usefixtures("no_warning")
+def test_another_target_of_this_machine_is_a_plain_miss_and_stays_in_the_file(tmp_path: Path) -> None:
+    PlanCache(MODEL, tmp_path).put(key(machine=replace(HERE, target="another")), "theirs")
+    cache = PlanCache(MODEL, tmp_path)
+    assert cache.get(key()) is None
+    cache.put(key(), "ours")
+    assert {entry.value for entry in PlanCache(MODEL, tmp_path).entries()} == {"ours", "theirs"}
 
 
 UNUSABLE = {

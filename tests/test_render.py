@@ -92,7 +92,7 @@ def test_additions_are_shown() -> None:
     additions = {
         "plan": {"candidate": {"dense_projections": True}, "selected": {"dense_projections": True}},
         "declined": [{"module": "lm_head", "reason": "LoRA [bold]adapter"}],
-        "timing": {"search_seconds": 12.3456},
+        "seconds": {"search_seconds": 12.3456},
         "notes": [],
         "complete": True,
     }

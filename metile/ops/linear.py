@@ -90,9 +90,10 @@ class LinearKey:
             stage = f"Stage<{t}, {c.block_m}, METILE_FIXED(outer_k)>"
             scratch = f"Accumulator<{t}, {p}, {tile}>::bytes(slice) + {stage}::bytes(slice)"
         matrices = ", ".join(f"matrix_of<const device {t}>({name})" for name in weights)
+        epilogue = _BUILDERS[self.epilogue].format(t=t)
         body = f"""const Matrix<const device {t}> weights[] = {{{matrices}}};
   {call}(
-      matrix_of<const device {t}>(x), weights, matrix_of<device {t}>(y), {_BUILDERS[self.epilogue].format(t=t)}, {tail});"""
+      matrix_of<const device {t}>(x), weights, matrix_of<device {t}>(y), {epilogue}, {tail});"""
         fields = f"bm{c.block_m}_bn{c.block_n}_wm{c.wm}_wn{c.wn}_ku{c.k_unroll}"
         return KernelSource(
             name=f"linear_{self.epilogue}_{self.dtype}_{c.program}_{fields}",

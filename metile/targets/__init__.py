@@ -10,32 +10,48 @@ from metile.errors import MetileError, mismatch
 from metile.targets import cpu
 from metile.targets.base import Target
 
-TARGETS = ("auto", "cpu", "cuda", "metal")
+TARGETS = ("auto", "cpu", "cuda", "metal", "simulator")
 
 
 @functools.cache
 def _cpu() -> Target:
+    if reason := cpu.available():
+        raise MetileError(reason)
     return cpu.CpuTarget()
+
+
+@functools.cache
+def _metal() -> Target:
+    from metile.targets.metal import MetalTarget
+
+    return MetalTarget()
+
+
+@functools.cache
+def _simulator() -> Target:
+    from metile.targets.simulated import SimulatedTarget
+
+    return SimulatedTarget()
 
 
 def choose_target(name: str = "auto") -> Target:
     """Return the target to run kernels on.
 
     Args:
-        name: ``cpu``, or ``auto`` for what MLX itself runs on here. ``metal`` and ``cuda`` are known names whose
-            kernels do not exist yet.
+        name: ``cpu``, ``metal``, ``simulator`` (Apple's GPU, simulated: right, and never timed), or ``auto`` for what
+            MLX itself runs on here. ``cuda`` is a known name whose kernels do not exist yet.
 
     Raises:
         MetileError: the name is unknown, or the target cannot run here; the message says why.
     """
     if name not in TARGETS:
         raise mismatch("target", f"one of {', '.join(TARGETS)}", repr(name))
+    has_metal = mx.metal.is_available()
     if name == "auto":
-        name = "cpu"
-        if mx.metal.is_available() or mx.cuda.is_available():
-            name = "metal" if mx.metal.is_available() else "cuda"
-    if name != "cpu":
-        raise MetileError(f"[target] expected cpu, the only target with kernels so far, but got {name}")
-    if reason := cpu.available():
-        raise MetileError(reason)
-    return _cpu()
+        name = "metal" if has_metal else "cuda" if mx.cuda.is_available() else "cpu"
+    if name == "metal" and not has_metal:
+        expected = "a machine with Metal (the target simulator runs the same kernels here, untimed)"
+        raise mismatch("target", expected, "one without")
+    if name == "cuda":
+        raise mismatch("target", "cpu, metal or simulator: CUDA has no kernels so far", "cuda")
+    return {"cpu": _cpu, "metal": _metal, "simulator": _simulator}[name]()

@@ -107,10 +107,17 @@ class Kernel(Protocol):
 
 
 class Target(Protocol):
-    """A machine kernels run on."""
+    """A machine kernels run on.
+
+    Attributes:
+        name: of the target.
+        limits: what its device allows.
+        timed: whether the time its kernels take says anything; a simulator's does not.
+    """
 
     name: str
     limits: Limits
+    timed: bool
 
     def chip(self) -> str:
         """Return the processor's name, with the instruction set where that is a choice."""

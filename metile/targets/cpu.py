@@ -212,6 +212,7 @@ class CpuTarget:
     """This machine's processor."""
 
     name = "cpu"
+    timed = True
 
     def __init__(self, isa: Isa | None = None) -> None:
         self.isa = isa or current_isa()

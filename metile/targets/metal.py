@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import mlx.core as mx
 
@@ -134,11 +133,12 @@ class MetalTarget:
     """
 
     name = "metal"
+    timed = True
 
     def __init__(self, device: Device | None = None, make: MakeKernel | None = None) -> None:
         self.device = device or this_device()
         self.limits = limits_of(self.device)
-        self._make = make or mx.fast.metal_kernel
+        self._make: MakeKernel = make or mx.fast.metal_kernel  # type: ignore[assignment]
         self._kernels: dict[str, MetalKernel] = {}
 
     def chip(self) -> str:
