@@ -238,6 +238,29 @@ namespace q { constant int z = n * 500; }
         {},
         11,
     ),
+    "constant implies const": (
+        """int f(constant int& a, constant char* s) { return a + (s[0] == 'x'); }
+[[kernel]] void k(device float* y [[buffer(0)]], const constant int& a [[buffer(1)]]) { y[0] = f(a, "x"); }""",
+        {"b1": np.int32(4)},
+        5,
+    ),
+    "functions as template arguments": (
+        """template <typename T> using F = T (*)(thread T*, T);
+typedef float (*G)(float);
+template <typename T> T add(thread T* a, T b) { return *a + b; }
+float twice(float a) { return 2 * a; }
+template <typename T, F<T> f, int n> T call(T a) { return f(&a, n); }
+template <G g, float (*h)(float)> float both(float a) { return g(h(a)); }
+[[kernel]] void k(device float* y [[buffer(0)]]) { y[0] = call<float, add<float>, 3>(4) + both<twice, twice>(10); }""",
+        {},
+        47,
+    ),
+    "literals in templates": (
+        """template <typename T> int size(T a) { return sizeof(0.5 * a); }
+[[kernel]] void k(device float* y [[buffer(0)]]) { y[0] = 10 * size(1.0) + sizeof(1.0bf) + 0x1p-1; }""",
+        {},
+        42.5,
+    ),
     "coherent": (
         "[[kernel]] void k(volatile coherent(device) device float* y [[buffer(0)]]) { y[0] = 3; }",
         {},

@@ -95,10 +95,10 @@ def test_function_constants() -> None:
         "constant int d = is_function_constant_defined(a) ? 1 : metal::is_function_constant_defined(c);\n"
     )
     found = rewrite(text, {1: True, 2: 0.5})
-    assert "constant bool a = true ;" in found.text
-    assert "constant float b = 0.5f ;" in found.text
-    assert "extern constant int c ;" in found.text
-    assert words(found.text).endswith("constant int d = true ? 1 : false;")
+    assert "constant const bool a = true ;" in found.text
+    assert "constant const float b = 0.5f ;" in found.text
+    assert "extern constant const int c ;" in found.text
+    assert words(found.text).endswith("constant const int d = true ? 1 : false;")
     assert found.undefined == {"c": 3}
 
 
@@ -216,6 +216,33 @@ def test_names_that_opencl_takes() -> None:
     assert words(found.text) == (
         "int __msl_local = 1, __msl_global = __msl_local + __msl_generic; device int* p; volatile int q;"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "rewritten"),
+    [
+        ("constant int& a", "constant const int& a"),
+        ("const constant int* a", "const constant int* a"),
+        ("constant const int* a", "constant const int* a"),
+        ("int f() constant;", "int f() constant;"),
+        ("int f() const constant;", "int f() const constant;"),
+    ],
+)
+def test_constant_implies_const(text: str, rewritten: str) -> None:
+    assert read(text).text == rewritten
+
+
+@pytest.mark.parametrize(
+    ("text", "rewritten"),
+    [
+        ("0.5 + 1. + .5 + 1e-3 + 0x1.8p-2", "0.5f + 1.f + .5f + 1e-3f + 0x1.8p-2f"),
+        ("1.5f + 2.5F + 0.5h + 3 + 0xe + 1u + 10L", "1.5f + 2.5F + 0.5h + 3 + 0xe + 1u + 10L"),
+        ("1.5bf", "((bfloat)1.5f)"),
+        ('a.x1 + "0.5"', 'a.x1 + "0.5"'),
+    ],
+)
+def test_literals_are_of_single_precision(text: str, rewritten: str) -> None:
+    assert read(text).text == rewritten
 
 
 def test_lines_stay() -> None:

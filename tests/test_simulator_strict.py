@@ -50,7 +50,7 @@ ILLEGAL = {
     "C cast, device to thread": ("thread float* p = (thread float*)y; p[0] = 1;", "", "mismatching address spaces"),
     "reinterpret_cast": ("auto p = reinterpret_cast<device int*>(s); p[0] = 1;", "", "not allowed"),
     "write to constant": ("c[0] = 1;", "", "read-only"),
-    "write to a table": ("table[0] = 1;", TABLE, "read-only"),
+    "write to a table": ("table[0] = 1;", TABLE, "cannot assign to variable 'table'"),
     "write to const device": ("x[0] = 1;", "", "read-only"),
     "drop const": ("device float* p = x; p[0] = 1;", "", "cannot initialize"),
     "local pointer, thread value": ("float* p = loc; p[0] = 1;", "", "without an address space: variable 'p'"),
@@ -76,7 +76,7 @@ ILLEGAL = {
     ),
     "method on device": ("y[1] = ((device P*)y)->get();", STRUCT, "object"),
     "method on threadgroup": ("threadgroup P p; y[1] = p.get();", STRUCT, "object"),
-    "method on constant": ("y[1] = ((constant P*)c)->get();", STRUCT, "object"),
+    "method on constant": ("y[1] = ((constant P*)c)->get();", STRUCT, "not marked constant"),
     "device method on thread": ("P p{1, 2}; y[1] = p.at();", STRUCT, "object"),
     "operator on device": (
         "*(device C*)y += 1;",
@@ -215,6 +215,11 @@ LEGAL = {
     ),
     "subscripts and attributes": ("uint q[2] = {0, 1}; y[q[1]] = loc[q[0]]; [[maybe_unused]] int u = 1;", ""),
     "default and delete": ("D d; d.a = 1; y[1] = d.a;", "struct D { float a; D() = default; D(int) = delete; };\n"),
+    "reference to a device pointer": (
+        "auto p = x; f(p); y[1] = p[0];",
+        "template <typename T> void f(const device T*& p) { p += 1; }\n",
+    ),
+    "a long expression": ("y[1] = " + " + ".join(f"x[{place}]" for place in range(600)) + ";", ""),
     "overloads by address space": (
         "y[1] = f(x) + f(s) + f(c) + f(loc);",
         "".join(f"float f(const {space} float* p) {{ return p[0]; }}\n" for space in SPACES),

@@ -43,6 +43,8 @@ def metal_words(text: str) -> str:
         text = re.sub(rf"{word}\b" if word.strip() == word else word, metal, text)
     text = re.sub(r"__msl_(local|global|generic|read_only|write_only|read_write|pipe|vec_step)\b", r"\1", text)
     text = re.sub(r"__msl_type_(\w+)", r"type of \1", text)
+    if "'this' argument" in text and "constant " in text:
+        text = text.replace("is not marked const", "is not marked constant")
     return re.sub(r"\b__bf16\b", "bfloat", text).replace("OpenCL", "Metal")
 
 

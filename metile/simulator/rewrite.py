@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from metile.simulator.function_pointers import rewrite_function_pointers
 from metile.simulator.parameters import RawParameter, read_parameters
 from metile.simulator.thread import rewrite_thread
 from metile.simulator.threadgroup import rewrite_threadgroup
@@ -18,6 +19,9 @@ Constant = bool | int | float
 
 # Keywords of OpenCL that are ordinary names in Metal.
 _OPENCL_WORDS = frozenset({"local", "global", "generic", "read_only", "write_only", "read_write", "pipe", "vec_step"})
+_FLOAT = re.compile(
+    r"((?:\d[\d']*\.[\d']*|\.\d[\d']*)(?:[eE][+-]?\d+)?|\d[\d']*[eE][+-]?\d+|0[xX][\da-fA-F.']+[pP][+-]?\d+)(bf|BF)?"
+)
 _HOST_NAME = re.compile(r'host_name\s*\(\s*((?:"[^"]*"\s*)+)\)')
 _FUNCTION_CONSTANT = re.compile(r"\bfunction_constant\s*\(\s*(\d+)[uU]?\s*\)")
 _MAX_THREADS = re.compile(r"\bmax_total_threads_per_threadgroup\s*\(\s*(\d+)[uU]?\s*\)")
@@ -77,18 +81,28 @@ def rewrite(text: str, constants: Mapping[int, Constant]) -> Rewritten:
     for start, stop in _attributes(tokens, 0, len(tokens)):
         blank(tokens, start, stop)
     tokens = [token for token in tokens if token.text or token.space or token.kind == "end"]
+    rewrite_function_pointers(tokens)
     rewrite_thread(tokens)
     rewrite_threadgroup(tokens)
+    _rewrite_words(tokens)
+    result.text = untokenize(tokens)
+    return result
+
+
+def _rewrite_words(tokens: list[Token]) -> None:
+    """Rewrite single words: names that OpenCL takes, ``constant``, ``coherent``, literals."""
     for index, token in enumerate(tokens):
         if token.kind == "name" and token.text in _OPENCL_WORDS:
             token.text = f"__msl_{token.text}"
-        elif token.text == "constant" and [t.text for t in tokens[index + 1 : index + 3]] == ["char", "*"]:
-            # Takes string literals, which are const.
-            token.text = "constant const"
+        elif token.text == "constant" and tokens[index - 1].text not in (")", "const"):
+            # In Metal it implies const: a constant int& takes what is const too, a constant char* string literals.
+            token.text = "constant" if tokens[index + 1].text == "const" else "constant const"
         elif token.kind == "name" and token.text == "coherent":
             blank(tokens, index, after_bracket(tokens, index + 1) if tokens[index + 1].text == "(" else index + 1)
-    result.text = untokenize(tokens)
-    return result
+        elif token.kind == "number" and (literal := _FLOAT.fullmatch(token.text)):
+            # Single precision is what a literal has without a suffix.
+            number, suffix = literal.groups()
+            token.text = f"((bfloat){number}f)" if suffix else f"{number}f"
 
 
 def _attributes(tokens: list[Token], start: int, stop: int) -> list[tuple[int, int]]:
@@ -259,7 +273,7 @@ def _declare_only(tokens: list[Token], index: int) -> None:
         index -= 1
         if tokens[index].text in ("static", "constexpr", "extern"):
             blank(tokens, index, index + 1)
-    tokens[index].text = f"extern {tokens[index].text}"
+    tokens[index].space += "extern "
 
 
 def _literal(value: Constant) -> str:

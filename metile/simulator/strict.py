@@ -6,8 +6,10 @@ Clang itself rejects pointers and references that change address space. The rest
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from metile.simulator.tokens import Token, after_bracket, tokenize
 from metile.targets.compiler import CompileError
 
 _SHOWN = 8
+_DEPTH = 20_000
 _WORDS = {
     "double": "'double' is not supported in Metal",
     "goto": "'goto' is not supported in Metal",
@@ -65,7 +68,8 @@ def check_strict(unit: str, source: str, preprocessed: str, file: str, include: 
         found = list(_words(preprocessed))
         try:
             tree = compile_text(unit, Build(), ("-fsyntax-only", "-Xclang", "-ast-dump=json"), source, file, include)
-            found += violations(_parsed(tree), Lines(unit))
+            with _deep_trees():
+                found += violations(json.loads(tree), Lines(unit))
         except CompileError:
             # Words give the better reason for what does not compile.
             if not found:
@@ -83,12 +87,15 @@ def _version() -> str:
     return "".join((Path(__file__).parent / name).read_text() for name in ("strict.py", "syntax.py"))
 
 
-def _parsed(tree: str) -> dict[str, object]:
+@contextlib.contextmanager
+def _deep_trees() -> Iterator[None]:
+    """Let long expressions, which are deep trees, be read."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, _DEPTH))
     try:
-        parsed: dict[str, object] = json.loads(tree)
-    except RecursionError:
-        raise CompileError("[strict] expected expressions nested less deeply but got too deep a syntax tree") from None
-    return parsed
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def _words(preprocessed: str) -> Iterator[Violation]:

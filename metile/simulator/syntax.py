@@ -12,6 +12,8 @@ from metile.simulator.thread import DROPPED
 
 _MARKER = re.compile(r'^#\s*(?:line\s+)?(\d+)\s+"((?:[^"\\]|\\.)*)"')
 _UNQUALIFIED = re.compile(r"__generic\b[^,()<>]*(\[[^]]*\])?[*&]|__generic\b[^,()<>]*\([*&]")
+# A reference to a pointer that names its space, as in ``const device T*& p``, is legal.
+_TO_POINTER = re.compile(r"\* ?__generic ?&")
 _FUNCTIONS = ("FunctionDecl", "CXXMethodDecl", "CXXConstructorDecl", "CXXDestructorDecl", "CXXConversionDecl")
 _CASTS = ("CStyleCastExpr", "CXXStaticCastExpr", "CXXReinterpretCastExpr", "CXXFunctionalCastExpr")
 _SPACES = {"__global": "device", "__local": "threadgroup", "__constant": "constant"}
@@ -142,9 +144,14 @@ def _hidden(nodes: list[Node]) -> set[int]:
     return hidden
 
 
+def _unqualified(kind: str) -> bool:
+    """Tell whether a type points, or refers, to something without saying to which space."""
+    return _UNQUALIFIED.search(_TO_POINTER.sub("* &", kind)) is not None
+
+
 def _declaration(node: Node, text: str) -> str:
     """A variable, parameter or member that points somewhere without saying to which space."""
-    if node.kind not in ("VarDecl", "ParmVarDecl", "FieldDecl") or not _UNQUALIFIED.search(node.type):
+    if node.kind not in ("VarDecl", "ParmVarDecl", "FieldDecl") or not _unqualified(node.type):
         return ""
     if re.search(r"\bauto\b", text) or DROPPED in text:
         return ""
@@ -157,7 +164,7 @@ def _function(node: Node, text: str) -> str:
     if node.kind not in _FUNCTIONS:
         return ""
     returned = str(node.raw.get("type", {}).get("qualType", "")).partition("(")[0].strip()
-    if _UNQUALIFIED.search(returned) and DROPPED not in text and not re.search(r"\bauto\b", text):
+    if _unqualified(returned) and DROPPED not in text and not re.search(r"\bauto\b", text):
         return f"pointer or reference without an address space: what function '{node.raw.get('name', '')}' returns"
     return ""
 
