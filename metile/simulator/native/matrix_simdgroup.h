@@ -72,8 +72,10 @@ METILE_EXPORT void __msl_mdel(void* tile) {
   Threadgroup* t = self();
   Simdgroup& g = simdgroup_of(t, t->current);
   const uint32_t index = tile_index(g.matrices, tile);
-  if (++g.matrices.deleted[index] < __builtin_popcount(g.live)) return;
-  g.matrices.deleted[index] = 0;
+  uint32_t& deleted = g.matrices.deleted[index];
+  deleted |= 1u << t->current % kLanes;
+  if (g.live & ~deleted) return;  // a lane that has returned needs it no more
+  deleted = 0;
   g.matrices.free_tiles[g.matrices.free_count++] = index;
 }
 

@@ -63,7 +63,7 @@ struct Matrices {
   int free_count;
   uint16_t free_tiles[kTiles], tile_of[kTiles];  // tile_of: by number of creation, modulo kTiles
   uint32_t touched[kTiles];                      // the interval in which a lane's elements were last handed out
-  uint8_t deleted[kTiles];                       // by how many lanes
+  uint32_t deleted[kTiles];                      // mask of the lanes that have dropped it
   Tile tiles[kTiles];
 };
 
