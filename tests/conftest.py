@@ -13,7 +13,7 @@ from pathlib import Path
 from metile.files import CACHE_VARIABLE, cache_root
 from metile.toolchain import ensure_compile
 
-SHARED = ("kernels", "models", "zig")
+SHARED = ("kernels", "models", "simulator", "zig")
 
 _session: tempfile.TemporaryDirectory[str] | None = None
 
