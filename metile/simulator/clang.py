@@ -149,8 +149,8 @@ def run(command: Sequence[str], text: str | None = None) -> subprocess.Completed
 
 
 def folder() -> Path:
-    """Return the folder of everything the simulator caches."""
-    return cache_root() / "simulator"
+    """Return the folder of everything the simulator caches, links followed: a precompiled file names its source."""
+    return (cache_root() / "simulator").resolve()
 
 
 def key(build: Build, *parts: str) -> str:
@@ -164,12 +164,8 @@ def write_sealed(path: Path, data: bytes) -> None:
     Raises:
         CompileError: the cache cannot be written.
     """
-    _write(path, data + hashlib.sha256(data).digest())
-
-
-def _write(path: Path, data: bytes) -> None:
     try:
-        write_atomic(path, data)
+        write_atomic(path, data + hashlib.sha256(data).digest())
     except OSError as error:
         raise CompileError(f"[compile] expected a cache that can be written but got {error}") from error
 
@@ -202,14 +198,15 @@ def precompiled_prelude(build: Build) -> Path:
         CompileError: the prelude does not compile.
     """
     name = key(build)
-    header, compiled = folder() / f"prelude-{name}.h", folder() / f"prelude-{name}.pch"
-    if is_intact(compiled) and header.is_file() and header.stat().st_size == len(prelude().encode()):
+    compiled = folder() / f"prelude-{name}.pch"
+    if is_intact(compiled):
         return compiled
-    _write(header, prelude().encode())
+    # From the compiler's input, so that no path is in it and a cache may be moved; the name is for line tables.
+    text = f'# 1 "prelude-{name}.h"\n{prelude()}'
     with tempfile.TemporaryDirectory(prefix="metile-") as temporary:
         built = Path(temporary) / "prelude.pch"
         emit = ("-Xclang", "-emit-pch", "-Xclang", "-fno-pch-timestamp")
-        done = run([zig(), "clang", *build.flags, "-c", *emit, "-o", str(built), str(header)])
+        done = run([zig(), "clang", *build.flags, "-c", *emit, "-o", str(built), "-"], text)
         if done.returncode != 0:
             raise CompileError(f"[compile] the prelude does not compile:\n{done.stderr}")
         write_sealed(compiled, built.read_bytes())
