@@ -191,7 +191,8 @@ def test_special_values():
     for line, y, expected in zip(lines, got, cases, strict=True):
         np.testing.assert_array_equal(y, expected, err_msg=line)
     halves = evaluate([line.replace("a)", "half(a))") for line in lines[:3]], "bool", a)
-    wide = a.astype(np.float16, casting="unsafe")
+    with np.errstate(over="ignore"):
+        wide = a.astype(np.float16)
     for y, expected in zip(halves, [np.isnan(wide), np.isinf(wide), np.isfinite(wide)], strict=True):
         np.testing.assert_array_equal(y, expected)
     lines = ["isnan(float4(a, 0, 1, NAN)).w", "isinf(float2(a)).y", "isunordered(a, 1.0f)", "isordered(a, 1.0f)"]

@@ -46,7 +46,8 @@ def _swizzles(kind: str, n: int) -> list[str]:
                 continue
             code = sum(index << 4 * place for place, index in enumerate(at))
             names = ", ".join("".join(letters[index] for index in at) for letters in _SETS)
-            lines.append(f"    __swizzle<vec<T, {count}>, T, {n}, {code:#x}> {names};")
+            kind_of = "__swizzle" if len(set(at)) == count else "__repeat"
+            lines.append(f"    {kind_of}<vec<T, {count}>, T, {n}, {code:#x}> {names};")
     return lines
 
 
@@ -63,12 +64,16 @@ def _vector(kind: str, n: int) -> list[str]:
     def constructor(declaration: str, values: str) -> str:
         return f"  {declaration} : {', '.join(f'{c}({values.format(c=c, i=i)})' for i, c in enumerate(names))} {{}}"
 
-    scalar = (
-        "is_arithmetic_v<S> || __is_enum(S) || (is_convertible_v<S, T> && __is_class(S) && __count<S>::value == 100)"
+    # A number, or an object that converts to one.
+    implicit = (
+        "enable_if_t<is_convertible_v<S, T> && (__count<S>::value == 1 || (__is_class(S) && __count<S>::value == 100))>"
     )
-    scalar = f"enable_if_t<{scalar}>"
+    explicit = "enable_if_t<is_arithmetic_v<S> && !is_convertible_v<S, T>>, class = void"
     lines += [
-        constructor(f"template <class S, class = {scalar}>\n  METAL_FUNC constexpr {kind}(S s)", "__cast<T>(s)"),
+        constructor(f"template <class S, class = {implicit}>\n  METAL_FUNC constexpr {kind}(S s)", "__cast<T>(s)"),
+        constructor(
+            f"template <class S, class = {explicit}>\n  METAL_FUNC constexpr explicit {kind}(S s)", "__cast<T>(s)"
+        ),
         constructor(f"METAL_FUNC constexpr {kind}({', '.join(f'T {c}_' for c in names)})", "{c}_"),
         constructor(
             "template <class A, class B, class... C,\n            class = enable_if_t<__count<A>::value + "
@@ -76,7 +81,11 @@ def _vector(kind: str, n: int) -> list[str]:
             f"  METAL_FUNC constexpr {kind}(A a, B b, C... c)",
             "__flat<T>({i}, a, b, c...)",
         ),
-        constructor(f"METAL_FUNC {kind}(typename __ext<T, {n}>::type e)", "e.{c}"),
+        constructor(
+            f"template <class E, class = enable_if_t<is_same<E, typename __ext<T, {n}>::type>::value>, class = void,\n"
+            f"            class = void, class = void, class = void>\n  METAL_FUNC {kind}(E e)",
+            "e.{c}",
+        ),
         constructor(
             f"template <class A, class = enable_if_t<is_same<A, {own}>::value>, class = void>\n"
             f"  METAL_FUNC constexpr {kind}(const __constant A& a)",

@@ -14,12 +14,9 @@
 #define threadgroup_imageblock __local
 #define ray_data __private
 #define object_data __local
-#define coherent(...)
 
 #undef METAL_FUNC
 #define METAL_FUNC inline __attribute__((__always_inline__))
-#define METAL_CONST const
-#define METAL_INTERNAL inline __attribute__((__always_inline__))
 #define __METAL_MAYBE_FAST_MATH__ 0
 #define __METAL_FAST_MATH__ 1
 #define __METAL_PRECISE_MATH__ 2

@@ -31,8 +31,6 @@ template <class T>
 struct atomic {
   T __v;
 };
-template <class T>
-struct _atomic : atomic<T> {};
 METAL_FUNC void atomic_thread_fence(mem_flags, memory_order, thread_scope = thread_scope_device) {
   __atomic_thread_fence(5);
 }

@@ -9,6 +9,10 @@ template <class V, class T, int N, int code>
 struct __value<__swizzle<V, T, N, code>> {
   typedef V type;
 };
+template <class V, class T, int N, int code>
+struct __value<__repeat<V, T, N, code>> {
+  typedef V type;
+};
 template <class A>
 using __value_t = typename __value<A>::type;
 
@@ -19,24 +23,6 @@ METAL_FUNC T as_type(A a) {
   static_assert(sizeof(T) == sizeof(from), "as_type between types of different size");
   __builtin_memcpy((void*)&to, &from, sizeof(T));
   return to;
-}
-
-// What the rewriter wraps operands in: a half or bfloat on its way to the other, and objects of constant memory.
-template <class T>
-METAL_FUNC constexpr auto __through_float(T x) {
-  if constexpr (is_same_v<T, half> || is_same_v<T, bfloat>) {
-    return (float)x;
-  } else {
-    return x;
-  }
-}
-template <class T>
-METAL_FUNC constexpr T __by_value(T x) {
-  return x;
-}
-template <class T, class = enable_if_t<__is_class(T)>>
-METAL_FUNC T __by_value(const __constant T& x) {
-  return *(const device T*)(ulong)&x;
 }
 
 template <class T>

@@ -6,6 +6,8 @@ template <class T, int N>
 struct packed_vec;
 template <class V, class T, int N, int code>
 struct __swizzle;
+template <class V, class T, int N, int code>
+struct __repeat;
 
 // The vector that a type stands for: its own, or the one that a swizzle reads.
 template <class A>
@@ -20,6 +22,10 @@ struct __vec_of<packed_vec<T, N>> {
 };
 template <class V, class T, int N, int code>
 struct __vec_of<__swizzle<V, T, N, code>> {
+  typedef V type;
+};
+template <class V, class T, int N, int code>
+struct __vec_of<__repeat<V, T, N, code>> {
   typedef V type;
 };
 template <class A>
@@ -54,6 +60,10 @@ struct __count<packed_vec<T, N>> {
 };
 template <class V, class T, int N, int code>
 struct __count<__swizzle<V, T, N, code>> {
+  static constexpr __constant int value = __parts<V>::size;
+};
+template <class V, class T, int N, int code>
+struct __count<__repeat<V, T, N, code>> {
   static constexpr __constant int value = __parts<V>::size;
 };
 
@@ -91,13 +101,21 @@ METAL_FUNC constexpr T __cast(U x) {
 }
 
 // Component i of an argument that is a scalar or a vector.
-template <class T, class A>
-METAL_FUNC constexpr T __component(A a, int i) {
-  if constexpr (is_arithmetic_v<A> || __is_enum(A)) {
-    return __cast<T>(a);
-  } else {
-    return __cast<T>(a.__at(i));
-  }
+template <class T, class V, int N>
+METAL_FUNC constexpr T __component(vec<V, N> a, int i) {
+  return __cast<T>(a.__at(i));
+}
+template <class T, class V, int N>
+METAL_FUNC constexpr T __component(packed_vec<V, N> a, int i) {
+  return __cast<T>(a.__at(i));
+}
+template <class T, class A, class = enable_if_t<__count<A>::value == 1>>
+METAL_FUNC constexpr T __component(A a, int) {
+  return __cast<T>(a);
+}
+template <class T, class A, class V = __vec_of_t<A>, class = void>
+METAL_FUNC T __component(A a, int i) {
+  return __cast<T>(a.operator V().__at(i));
 }
 template <class T, class A, class... B>
 METAL_FUNC constexpr T __flat(int i, A a, B... b) {
@@ -128,39 +146,35 @@ METAL_FUNC constexpr T __flat(int i, A a, B... b) {
     }                             \
   }
 
-// v.zyx and the like: shares the vector's storage. `code` has four bits for each component named.
+// v.zyx and the like share the vector's storage. `code` has four bits for each component named. As there are hundreds
+// of them, they hold no more than they must: compiling is slow in proportion.
+#define __MSL_READ(code)                                                          \
+  METAL_FUNC operator V() const {                                                 \
+    V v;                                                                          \
+    __MSL_EACH(__parts<V>::size, v.__e[i] = __e[(code) >> 4 * i & 15])            \
+    return v;                                                                     \
+  }                                                                               \
+  METAL_FUNC operator V() const __constant {                                      \
+    V v;                                                                          \
+    __MSL_EACH(__parts<V>::size, v.__e[i] = __e[(code) >> 4 * i & 15])            \
+    return v;                                                                     \
+  }
+// One that names a component more than once is only read.
+template <class V, class T, int N, int code>
+struct __repeat {
+  T __e[N];
+  __repeat& operator=(const __repeat&) = delete;
+  __MSL_READ(code)
+};
 template <class V, class T, int N, int code>
 struct __swizzle {
   T __e[N];
-  __swizzle() = default;
-  __swizzle(const __swizzle&) = default;
-  template <class S, class = enable_if_t<is_same<S, __swizzle>::value>>
-  METAL_FUNC __swizzle(const __constant S& s) {
-    for (int i = 0; i < N; i++) __e[i] = s.__e[i];
-  }
-  static constexpr bool __distinct() {
-    for (int i = 0; i < __parts<V>::size; i++)
-      for (int j = 0; j < i; j++)
-        if ((code >> 4 * i & 15) == (code >> 4 * j & 15)) return false;
-    return true;
-  }
-  METAL_FUNC operator V() const {
-    V v;
-    __MSL_EACH(__parts<V>::size, v.__e[i] = __e[code >> 4 * i & 15])
-    return v;
-  }
-  METAL_FUNC operator V() const __constant {
-    V v;
-    __MSL_EACH(__parts<V>::size, v.__e[i] = __e[code >> 4 * i & 15])
-    return v;
-  }
+  __MSL_READ(code)
   METAL_FUNC __swizzle& operator=(V v) {
-    static_assert(__distinct(), "a component is named twice in a swizzle that is written");
     __MSL_EACH(__parts<V>::size, __e[code >> 4 * i & 15] = v.__e[i])
     return *this;
   }
   METAL_FUNC __swizzle& operator=(const __swizzle& s) { return *this = (V)s; }
-  METAL_FUNC T __at(int i) const { return __e[code >> 4 * i & 15]; }
-  METAL_FUNC T operator[](int i) const { return __at(i); }
 };
+#undef __MSL_READ
 }  // namespace metal
