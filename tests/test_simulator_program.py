@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from metile.errors import MetileError
-from metile.simulator import clang, program
-from metile.simulator.clang import Build
+from metile.simulator import clang
 from metile.simulator.parameters import ATTRIBUTES
 from metile.simulator.program import Options, Parameter, Program, compile_program
 from metile.simulator.runtime import Buffer, launch
@@ -330,30 +329,3 @@ def test_checked_programs_are_instrumented() -> None:
     assert b"__tsan_write4" not in plain.path.read_bytes()
     assert b"__tsan_write4" in checked.path.read_bytes()
     assert b".debug_line" in checked.path.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "once"),
-    [
-        ("simdgroup_matrix<float, 8, 8> m(0);", Options(), True),
-        ("simdgroup_float8x8 m(0);", Options(), True),
-        ("simdgroup_float8x8 m(0);", Options(check=True), False),
-        ("simdgroup_float8x8 m(0);", Options(once_per_simdgroup=False), False),
-        ("float m = 0;", Options(), False),
-        ("float m = 0;", Options(once_per_simdgroup=True), True),
-    ],
-)
-def test_matrices_once_per_simdgroup(text: str, options: Options, once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    builds: list[Build] = []
-    real = program.compile_text
-
-    def record(unit: str, build: Build, *others: object) -> str:
-        builds.append(build)
-        return real(unit, build, *others)
-
-    monkeypatch.setattr(program, "compile_text", record)
-    name = f"k{len(text)}{options.check:d}{options.once_per_simdgroup or 0:d}{options.once_per_simdgroup is None:d}"
-    compile_program(
-        f"{HEAD}[[kernel]] void {name}(device float* y [[buffer(0)]]) {{ {text} (void)m; }}", options=options
-    )
-    assert [build.once_per_simdgroup for build in builds] == [once]

@@ -75,6 +75,16 @@ def test_broken_prelude_is_compiled_again(cache: Path) -> None:
     assert clang.is_intact(prelude)
 
 
+def test_cache_may_be_moved(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_program(TEXT)
+    moved = cache.parent.with_name("moved")
+    cache.parent.rename(moved)
+    monkeypatch.setenv("METILE_CACHE_DIR", str(moved))
+    before = clang.precompiled_prelude(Build()).stat().st_mtime_ns
+    assert first(compile_program(TEXT.replace("42", "45"))) == 45
+    assert clang.precompiled_prelude(Build()).stat().st_mtime_ns == before
+
+
 def test_two_processes_at_once(cache: Path) -> None:
     code = (
         "from metile.simulator.program import compile_program\n"
@@ -86,7 +96,7 @@ def test_two_processes_at_once(cache: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ)) for _ in range(2)
     ]
     assert [process.communicate()[0] for process in started] == [b"3\n", b"3\n"]
-    left = [path.name for path in cache.iterdir() if path.suffix not in (".so", ".pch", ".h")]
+    left = [path.name for path in cache.iterdir() if path.suffix not in (".so", ".pch")]
     assert left == []
     assert all(clang.is_intact(path) for path in cache.iterdir() if path.suffix == ".pch")
 
@@ -135,3 +145,29 @@ def test_options_make_other_programs(tmp_path: Path) -> None:
 
 def test_options_are_hashable() -> None:
     assert hash(Options(constants={1: 2, 0: True})) == hash(Options(constants=((0, True), (1, 2))))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "once"),
+    [
+        ("simdgroup_matrix<float, 8, 8> m(0);", Options(), True),
+        ("simdgroup_float8x8 m(0);", Options(), True),
+        ("simdgroup_float8x8 m(0);", Options(check=True), False),
+        ("simdgroup_float8x8 m(0);", Options(once_per_simdgroup=False), False),
+        ("float m = 0;", Options(), False),
+        ("float m = 0;", Options(once_per_simdgroup=True), True),
+    ],
+)
+def test_matrices_once_per_simdgroup(
+    text: str, options: Options, once: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds: list[Build] = []
+    real = program.compile_text
+
+    def record(unit: str, build: Build, *others: object) -> str:
+        builds.append(build)
+        return real(unit, build, *others)
+
+    monkeypatch.setattr(program, "compile_text", record)
+    compile_program(f"{HEAD}[[kernel]] void k(device float* y [[buffer(0)]]) {{ {text} (void)m; }}", options=options)
+    assert [build.once_per_simdgroup for build in builds] == [once]

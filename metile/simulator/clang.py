@@ -60,6 +60,8 @@ _CHECKED = (
     "-mllvm",
     "-tsan-instrument-read-before-write=1",
 )
+# From the compiler's input, so that no path is in it and a cache may be moved.
+_PRECOMPILE = ("-c", "-Xclang", "-emit-pch", "-Xclang", "-fno-pch-timestamp")
 DEFINES = ("__METAL_VERSION__=310", "__METAL__=1")
 _SEAL_BYTES = hashlib.sha256().digest_size
 _intact: set[tuple[Path, int, int]] = set()
@@ -197,16 +199,15 @@ def precompiled_prelude(build: Build) -> Path:
     Raises:
         CompileError: the prelude does not compile.
     """
-    name = key(build)
+    name = key(build, *_PRECOMPILE)
     compiled = folder() / f"prelude-{name}.pch"
     if is_intact(compiled):
         return compiled
-    # From the compiler's input, so that no path is in it and a cache may be moved; the name is for line tables.
+    # The name is for line tables.
     text = f'# 1 "prelude-{name}.h"\n{prelude()}'
     with tempfile.TemporaryDirectory(prefix="metile-") as temporary:
         built = Path(temporary) / "prelude.pch"
-        emit = ("-Xclang", "-emit-pch", "-Xclang", "-fno-pch-timestamp")
-        done = run([zig(), "clang", *build.flags, "-c", *emit, "-o", str(built), "-"], text)
+        done = run([zig(), "clang", *build.flags, *_PRECOMPILE, "-o", str(built), "-"], text)
         if done.returncode != 0:
             raise CompileError(f"[compile] the prelude does not compile:\n{done.stderr}")
         write_sealed(compiled, built.read_bytes())

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from metile.files import cache_root
 from metile.targets.compiler import CompileError
 
 _SHOWN = 5
@@ -16,6 +15,7 @@ _MESSAGE = re.compile(
     r"^(?P<file>.*?):(?P<line>\d+):(?P<column>\d+):(?P<ranges>(?:\{[\d:-]+\})*:?) "
     r"(?P<kind>fatal error|error|warning|note): (?P<text>.*)$"
 )
+_OWN_FILE = re.compile(r"(^|/)(<glue>|prelude-[0-9a-f]+\.h)$")
 _SPACES = {
     "__global": "device",
     "__local": "threadgroup",
@@ -63,7 +63,7 @@ def read_messages(stderr: str) -> list[Message]:
 
 def located(file: str, line: int, text: str, source: str, source_file: str, include: Sequence[Path] = ()) -> str:
     """Return ``file:line: text`` and the line itself, where it is of the user's own text."""
-    if file.endswith("<glue>") or file.startswith(f"{cache_root()}/"):
+    if _OWN_FILE.search(file):
         file = "metal_stdlib"
     for path in include:
         file = file.removeprefix(f"{path}/")
