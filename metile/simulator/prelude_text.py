@@ -140,6 +140,8 @@ def _vectors() -> str:
     ]
     lines += [f"typedef metal::{prefix}vec<{kind}, {n}> {name};" for name, prefix, kind, n in names]
     lines += ["namespace metal {", *(f"using ::{name};" for name, *_ in names), "}  // namespace metal"]
+    lines += ["// Laid out once, in the precompiled text: the common ones, as each takes its space there."]
+    lines += [f'static_assert(sizeof({kind}{n}) > 0, "");' for kind in ("float", "half", "uint") for n in (2, 3, 4)]
     return "\n".join(lines) + "\n"
 
 
