@@ -55,7 +55,9 @@ def check_identities(keys: Sequence[OpKey], target: CpuTarget) -> None:
         assert len({candidate.label() for candidate in space}) == len(space)
         for candidate in space:
             source = key.source(candidate)
-            text = source.body + source.scratch + repr((source.inputs, source.outputs, source.numbers))
+            text = (
+                source.body + source.scratch + repr((source.inputs, source.outputs, source.numbers, source.simdgroups))
+            )
             assert texts.setdefault(source.name, text) == text, source.name
             assert source.name.isidentifier()
     assert len(set(texts.values())) == len(texts)

@@ -45,8 +45,8 @@ class MetalKernel:
         """Run over `groups` threadgroups; see `metile.targets.base.Kernel`."""
         if not groups:
             return [mx.zeros(output.shape, output.dtype) for output in outputs]
-        arrays = [self._fitted(name, array) for name, array in zip(self.source.inputs, inputs, strict=True)]
         form = self.form(numbers, [array.size for array in inputs])
+        arrays = [self._fitted(name, array) for name, array in zip(self.source.inputs, inputs, strict=True)]
         return form(
             inputs=[self._sizes_of(groups, numbers, inputs, outputs), *arrays],
             output_shapes=[output.shape for output in outputs],
