@@ -7,7 +7,7 @@ from metile.simulator.tokens import Token, after_angle, after_bracket, blank
 
 def rewrite_function_pointers(tokens: list[Token]) -> None:
     """Rewrite ``template <Function f>`` and ``template <void (*f)(int)>`` to ``template <auto f>`` in place."""
-    aliases = _aliases(tokens)
+    aliases = function_aliases(tokens)
     for index, token in enumerate(tokens):
         if token.text == "template" and tokens[index + 1].text == "<":
             stop = after_angle(tokens, index + 1)
@@ -15,7 +15,7 @@ def rewrite_function_pointers(tokens: list[Token]) -> None:
                 _rewrite_parameter(tokens, start, end, aliases)
 
 
-def _aliases(tokens: list[Token]) -> set[str]:
+def function_aliases(tokens: list[Token]) -> set[str]:
     """Return the names that ``using`` and ``typedef`` give to pointers to functions."""
     names: set[str] = set()
     for index, token in enumerate(tokens):

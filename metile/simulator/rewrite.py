@@ -5,11 +5,12 @@ Every edit keeps the lines where they were, so that clang's messages and line ta
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from metile.simulator.function_pointers import rewrite_function_pointers
+from metile.simulator.function_pointers import function_aliases, rewrite_function_pointers
 from metile.simulator.parameters import RawParameter, read_parameters
 from metile.simulator.thread import rewrite_thread
 from metile.simulator.threadgroup import rewrite_threadgroup
@@ -22,6 +23,7 @@ _OPENCL_WORDS = frozenset({"local", "global", "generic", "read_only", "write_onl
 _FLOAT = re.compile(
     r"((?:\d[\d']*\.[\d']*|\.\d[\d']*)(?:[eE][+-]?\d+)?|\d[\d']*[eE][+-]?\d+|0[xX][\da-fA-F.']+[pP][+-]?\d+)(bf|BF)?"
 )
+_MARKER = re.compile(r'^# (\d+) "([^"]*)"( 2)?[^\n]*\n', re.MULTILINE)
 _HOST_NAME = re.compile(r'host_name\s*\(\s*((?:"[^"]*"\s*)+)\)')
 _FUNCTION_CONSTANT = re.compile(r"\bfunction_constant\s*\(\s*(\d+)[uU]?\s*\)")
 _MAX_THREADS = re.compile(r"\bmax_total_threads_per_threadgroup\s*\(\s*(\d+)[uU]?\s*\)")
@@ -73,8 +75,41 @@ def rewrite(text: str, constants: Mapping[int, Constant]) -> Rewritten:
     Raises:
         CompileError: a declaration that has no counterpart.
     """
-    result = Rewritten()
+    head, tail = _included(text)
+    before = _closed(head) if head else None
+    if before is None:
+        return _rewritten(tokenize(text), constants)
+    after = _rewritten(tokenize(tail), constants)
+    return Rewritten(
+        before.text + after.text,
+        before.kernels | after.kernels,
+        before.instantiations | after.instantiations,
+        after.undefined,
+    )
+
+
+def _included(text: str) -> tuple[str, str]:
+    """Split preprocessed text behind the last of its includes; the first part may be empty."""
+    main = _MARKER.search(text)
+    returns = (
+        [] if main is None else [match.end() for match in _MARKER.finditer(text) if match[2] == main[2] and match[3]]
+    )
+    place = returns[-1] if returns else 0
+    return text[:place], text[place:]
+
+
+@functools.lru_cache(maxsize=8)
+def _closed(text: str) -> Rewritten | None:
+    """Return what is included rewritten by itself, or None where the text behind it could change that."""
     tokens = tokenize(text)
+    braces = [token.text for token in tokens]
+    if "function_constant" in text or braces.count("{") != braces.count("}") or function_aliases(tokens):
+        return None
+    return _rewritten(tokens, {})
+
+
+def _rewritten(tokens: list[Token], constants: Mapping[int, Constant]) -> Rewritten:
+    result = Rewritten()
     _read_instantiations(tokens, result)
     _read_kernels(tokens, result)
     _define_constants(tokens, constants, result)
