@@ -184,7 +184,8 @@ class MetalFile:
 
         Args:
             kernel: its name, or ``name<arguments>`` of a template; not needed where there is only one.
-            buffers: by index or name: arrays of numpy or MLX, scalars (int32, float32 or bool), or `Empty`.
+            buffers: by index or name: arrays of numpy or MLX, scalars (int32, float32 or bool), or `Empty`. Those of
+                parameters that a function constant turns on or off need not be there.
             grid: threads of the whole grid; the last threadgroups may be partial.
             threadgroup: threads of a threadgroup.
             threadgroup_memory: bytes of threadgroup arguments by index or name.
@@ -204,7 +205,9 @@ class MetalFile:
         program, name = self._find(kernel)
         asked = sizes("grid", grid), sizes("threadgroup", threadgroup)
         names = {kind: _names(program, name, kind) for kind in ("buffer", "threadgroup")}
-        given = {index: _Argument.of(value) for index, value in _indexed("buffers", names["buffer"], buffers).items()}
+        optional = {parameter.index for parameter in program.entries[name].parameters if parameter.optional}
+        bound = _indexed("buffers", names["buffer"], buffers, optional)
+        given = {index: _Argument.of(value) for index, value in bound.items()}
         memory = _indexed("threadgroup_memory", names["threadgroup"], threadgroup_memory or {})
         wanted = None if outputs is None else set(_resolved(names["buffer"], outputs))
         held = {
@@ -265,10 +268,12 @@ def _resolved(names: Mapping[int, str], keys: Collection[int | str]) -> list[int
     return found
 
 
-def _indexed(what: str, names: Mapping[int, str], given: Mapping[int | str, Any]) -> dict[int, Any]:
-    """Return arguments by index, all of them."""
+def _indexed(
+    what: str, names: Mapping[int, str], given: Mapping[int | str, Any], optional: Collection[int] = ()
+) -> dict[int, Any]:
+    """Return arguments by index, all of them but those that are optional."""
     found = dict(zip(_resolved(names, list(given)), given.values(), strict=True))
-    missing = [f"{index} ({name})" for index, name in names.items() if index not in found]
+    missing = [f"{index} ({name})" for index, name in names.items() if index not in found and index not in optional]
     if missing:
         raise mismatch(OP, f"{what} for {', '.join(missing)}", "none")
     return found

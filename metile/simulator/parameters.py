@@ -52,6 +52,7 @@ class Parameter:
         name: as the source has it.
         attribute: of an ``attribute`` parameter, such as ``thread_position_in_grid``.
         access: of a buffer: ``device``, ``const device`` or ``constant``.
+        optional: whether a function constant says if it is there.
     """
 
     kind: Kind
@@ -59,6 +60,7 @@ class Parameter:
     name: str
     attribute: str = ""
     access: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def _read(attributes: str, declaration: str, name: str, next_index: dict[str, in
     next_index[kind] = index + 1
     if kind == "threadgroup":
         return RawParameter(Parameter(kind, index, name))
-    return RawParameter(Parameter("buffer", index, name, access=_access(declaration)), array)
+    optional = re.search(r"\bfunction_constant\b", attributes) is not None
+    return RawParameter(Parameter("buffer", index, name, access=_access(declaration), optional=optional), array)
 
 
 def _access(declaration: str) -> str:
