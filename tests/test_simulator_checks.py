@@ -9,6 +9,8 @@ import pytest
 from simulated_launches import BODY_LINE, TG, Ran, body, run
 
 from metile.simulator.findings import FindingsError
+from metile.simulator.program import Options, Program, compile_program
+from metile.simulator.runtime import Buffer, Launch, launch
 
 THREADS, GROUPS = 128, 2
 X = np.arange(THREADS * GROUPS, dtype=np.float32) + 1
@@ -84,6 +86,9 @@ PLANTED = [
             "n", "0", "out of bounds", "s", 4),
     Planted("thread array one after", "float a[4] = {x[i], 1, 2, 3};\ny[i] = a[(i & 3) + {bug}];",
             "n", "0", "out of bounds", "", 1),
+    Planted("thread array write one after",
+            "float a[4] = {x[i], 1, 2, 3};\na[(i & 3) + {bug}] = x[i];\ny[i] = a[i & 3];",
+            "n", "0", "out of bounds", "", 1),
     Planted("thread array one before", "float a[4] = {x[i], 1, 2, 3};\ny[i] = a[(int)(i & 3) - (int){bug}];",
             "n", "0", "out of bounds", "", 1),
     Planted("uninitialised", "threadgroup float s[128];\nif (tid < {bug}) s[tid] = x[i];\n" + TG + "\ny[i] = s[tid];",
@@ -92,6 +97,8 @@ PLANTED = [
             "thread 96 returned"),
     Planted("barrier in a branch", "if ({bug}) {\n" + TG + "\n}\ny[i] = x[i];", "tid < 64", "n == 1",
             "barrier divergence", "", 1),
+    Planted("barriers on both sides of a branch", "if ({bug}) {\n" + TG + "\n} else {\n" + TG + "\n}\ny[i] = x[i];",
+            "tid < 64", "n == 1", "barrier divergence", "", 1),
     Planted("barriers in loops of different length",
             "for (uint j = 0; j < {bug}; j++) {\n" + TG + "\n}\n" + TG + "\ny[i] = x[i];", "sg + 1", "n + 1",
             "barrier divergence", "", 1),
@@ -273,3 +280,22 @@ def test_findings_error_lists_them() -> None:
     error = FindingsError(ran.findings, ran.launch.benign)
     assert error.findings == ran.findings
     assert str(error).startswith("[check] expected no findings but got 1:\n  kernel.metal:8: out of bounds")
+
+
+def test_a_launch_with_fewer_buffers_than_the_last_one_finds_all_of_its_own() -> None:
+    parameters = ", ".join(f"device int* b{i}" for i in range(6))
+    many = compile_program(
+        f"kernel void k({parameters}, uint i [[thread_position_in_grid]]) {{ b5[i] = 1; }}", None, Options(check=True)
+    )
+    few = compile_program(
+        "kernel void k(device int* b0, device int* b1, uint i [[thread_position_in_grid]]) { b1[i] = b0[i]; }",
+        None,
+        Options(check=True),
+    )
+
+    def ran(program: Program, count: int) -> Launch:
+        buffers = {i: Buffer(f"b{i}", np.zeros(32, np.uint8)) for i in range(count)}
+        return launch(program, "k", buffers, (8, 1, 1), (8, 1, 1))
+
+    assert ran(many, 6).findings == ()
+    assert ran(few, 2).findings == ()

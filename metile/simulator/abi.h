@@ -31,9 +31,10 @@ struct __msl_args {
 
 typedef float __msl_pair __attribute__((ext_vector_type(2)));
 
-struct __msl_phase* __msl_coll(const void* operand, unsigned int size);
-void __msl_tgbar(unsigned int flags);  // mem_flags: 1 device, 2 threadgroup
-void __msl_sgbar(unsigned int flags);
+// Two calls stay two: which of them a lane is at tells what it waits for.
+struct __msl_phase* __msl_coll(const void* operand, unsigned int size) __attribute__((nomerge));
+void __msl_tgbar(unsigned int flags) __attribute__((nomerge));  // mem_flags: 1 device, 2 threadgroup
+void __msl_sgbar(unsigned int flags) __attribute__((nomerge));
 unsigned int __msl_lane();
 
 // The address of a threadgroup variable: `key` tells the variables of a kernel apart.

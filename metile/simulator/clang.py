@@ -57,6 +57,7 @@ _CHECKED = (
     "-gline-tables-only",
     "-fsanitize=thread,bounds",
     "-fsanitize-trap=bounds",
+    "-fno-sanitize-merge",
     "-mllvm",
     "-tsan-instrument-read-before-write=1",
 )

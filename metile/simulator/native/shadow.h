@@ -137,14 +137,14 @@ inline bool find_region(const Threadgroup* t, uint64_t address, Region* region) 
       if (address - (uint64_t)t->variables[i].address < t->variables[i].size) return variable_region(t, i, region);
     return false;
   }
-  static int last;
+  static int last;  // the buffer of the access before, perhaps of a launch with more of them
+  if (last >= buffer_count) last = 0;
   for (int k = 0; k < buffer_count; k++) {
-    const int i = k == 0 && last < buffer_count ? last : k == 0 ? 0 : k <= last ? k - 1 : k;
-    if (address - buffers[i].begin < buffers[i].end - buffers[i].begin) {
-      last = i;
-      *region = buffers[i];
-      return true;
-    }
+    const Region& buffer = buffers[(last + k) % buffer_count];
+    if (address - buffer.begin >= buffer.end - buffer.begin) continue;
+    last = (last + k) % buffer_count;
+    *region = buffer;
+    return true;
   }
   return false;
 }
