@@ -11,6 +11,7 @@ Exits 1 when something fails, and lists it: candidate, shape, reason, and the fi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -279,16 +280,28 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@contextlib.contextmanager
+def _own_cache() -> Iterator[None]:
+    """Keep compiled kernels, some gigabytes that nobody runs again, in a folder of this run."""
+    before, zig = os.environ.get(CACHE_VARIABLE), (cache_root() / "zig").resolve()
+    zig.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="metile-check-") as cache:
+        (Path(cache) / "zig").symlink_to(zig)
+        os.environ[CACHE_VARIABLE] = cache
+        try:
+            yield
+        finally:
+            del os.environ[CACHE_VARIABLE]
+            if before is not None:
+                os.environ[CACHE_VARIABLE] = before
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check what the options ask for; return the exit status."""
     options = parsed(arguments)
     pairs = itertools.product(options.family or FAMILIES, options.dtype or DTYPES)
     kernels = [kernel for family, dtype in pairs for kernel in kernels_of(family, dtype)][:: options.every]
-    zig = (cache_root() / "zig").resolve()
-    zig.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="metile-check-") as cache:  # thousands of kernels nobody will run again
-        (Path(cache) / "zig").symlink_to(zig)
-        os.environ[CACHE_VARIABLE] = cache
+    with _own_cache():
         try:
             outcome, seconds = run_all(kernels, options.jobs)
         except KeyboardInterrupt:
