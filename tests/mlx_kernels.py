@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from simulator_headers import BEFORE
+from simulator_headers import BEFORE, BEFORE_TEXT
 
 from metile.simulator import Empty, MetalFile
 
@@ -28,9 +28,9 @@ Sizes = tuple[int, int, int]
 @functools.cache
 def kernels(header: str, instances: tuple[str, ...], constants: Constants = (), check: bool = False) -> MetalFile:
     """Return the instances, such as ``gemv<float, 4>``, of kernels of a header, each by that name."""
-    text = "".join(
-        f'#include "mlx/backend/metal/kernels/{name}"\n' for name in ("utils.h", *BEFORE.get(header, ()), header)
-    )
+    include = '#include "mlx/backend/metal/kernels/{}"\n'
+    text = "".join(include.format(name) for name in ("utils.h", *BEFORE.get(header, ())))
+    text += BEFORE_TEXT.get(header, "") + include.format(header)
     for instance in instances:
         text += f'template [[host_name("{instance}")]] [[kernel]] decltype({instance}) {instance};\n'
     return MetalFile(text=text, constants=dict(constants), check=check)
