@@ -26,7 +26,7 @@ from mlx_kernels import (
     up_to_simdgroup,
 )
 
-from metile.simulator import Empty
+from metile.simulator import Empty, MetalFile
 
 KINDS = tuple(DTYPES)
 ALL_DTYPES = {**DTYPES, "int": mx.int32}
@@ -282,6 +282,21 @@ def test_hadamard(kind: str) -> None:
 
 def test_checked_row_reduce_has_no_findings() -> None:
     row_reduce_simple("half", "Sum", check=True)
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_checked_mode_compares_what_two_threads_write_and_no_more(factor: int) -> None:
+    """As the rows above: the last of four numbers that a thread writes at once is the first of the next thread's."""
+    text = """
+    kernel void overlap(device int* out, constant int& factor, uint i [[thread_position_in_grid]]) {
+      *(device packed_int4*)(out + 3 * i) = packed_int4(3 * i, 3 * i + 1, 3 * i + 2, (3 * i + 3) * factor);
+    }
+    """
+    file = MetalFile(text=f"#include <metal_stdlib>\nusing namespace metal;\n{text}", check=True)
+    buffers = {0: Empty((7,), mx.int32), 1: factor}
+    done = file.run("overlap", buffers=buffers, grid=(2, 1, 1), threadgroup=(2, 1, 1), collect=True)
+    assert [finding.kind for finding in done.launch.findings] == ["race"] * (factor - 1)
+    assert [finding.kind for finding in done.launch.benign] == ["race"] * (2 - factor)
 
 
 @pytest.mark.parametrize(("name", "size"), [("softmax_single_row<float>", 70), ("softmax_looped<half, float>", 1000)])

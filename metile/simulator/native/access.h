@@ -11,6 +11,7 @@ struct Pending {
   bool waiting;
   Found entry;
   uint64_t address, size;
+  uint64_t contested;  // a bit for each byte that another thread wrote too
   uint8_t before[kCompared];
 };
 static Pending pending;
@@ -18,7 +19,10 @@ static Pending pending;
 inline void settle_pending() {
   if (!METILE_RARE(pending.waiting)) return;
   pending.waiting = false;
-  pending.entry.benign = memcmp(pending.before, (const void*)pending.address, pending.size) == 0;
+  pending.entry.benign = true;
+  for (uint64_t i = 0; i < pending.size; i++)
+    if (pending.contested >> i & 1 && pending.before[i] != ((const uint8_t*)pending.address)[i])
+      pending.entry.benign = false;
   add_found(pending.entry);
 }
 
@@ -28,6 +32,7 @@ inline void await(const Found& entry, uint64_t address, uint64_t size) {
   pending.entry = entry;
   pending.address = address;
   pending.size = size;
+  pending.contested = 0;
   memcpy(pending.before, (const void*)address, size);
 }
 
@@ -95,16 +100,21 @@ inline void on_access(uint64_t address, uint64_t size, bool write, bool atomic, 
   for (uint64_t i = 0; i < size; i++, cell++) {
     bool same_value_possible = false;
     Found entry = {};
-    if (!reported && METILE_RARE(examine(*cell, thread, write, atomic, region, &entry, &same_value_possible))) {
-      Found full = describe(t, (FoundKind)entry.kind, site);
-      full.other_thread = entry.other_thread;
-      full.other_threadgroup = entry.other_threadgroup;
-      place_in(full, region, address, size);
-      if (same_value_possible)
-        await(full, address, size);
-      else
-        add_found(full);
-      reported = true;
+    const bool looking = !reported || pending.waiting;
+    if (looking && METILE_RARE(examine(*cell, thread, write, atomic, region, &entry, &same_value_possible))) {
+      if (!reported || !same_value_possible) {
+        Found full = describe(t, (FoundKind)entry.kind, site);
+        full.other_thread = entry.other_thread;
+        full.other_threadgroup = entry.other_threadgroup;
+        place_in(full, region, address, size);
+        pending.waiting = false;  // this one is no matter of values
+        if (same_value_possible)
+          await(full, address, size);
+        else
+          add_found(full);
+        reported = true;
+      }
+      if (pending.waiting) pending.contested |= 1ull << i;
     }
     if (write) {
       unique += cell->written_in != now.threadgroup;
