@@ -81,9 +81,9 @@ def alignment(sizes: tuple[int, int, int], tile: tuple[int, int, int]) -> Consta
     return tuple((index, size % part == 0) for index, size, part in zip((200, 201, 202), sizes, tile, strict=True))
 
 
-FUSED_TILES = [(kind, layout, BIG) for kind in KINDS for layout in LAYOUTS]
-# The other tiles of MLX differ in loaders, not in dtypes: one layout each, in float32 and bfloat16.
-FUSED_TILES += [(kind, layout, tile) for kind in KINDS[::2] for layout, tile in (("nt", WIDE), ("tn", SMALL))]
+# Every dtype with every layout. The largest tile, the slowest to compile, is for float32 and one of bfloat16.
+FUSED_TILES = [(kind, layout, BIG if kind == "float" else SMALL) for kind in KINDS for layout in LAYOUTS]
+FUSED_TILES += [("float", "nt", WIDE), ("bfloat16_t", "nt", BIG)]
 FUSED = tuple(f"gemm<{kind}, {tile_of(tile, layout)}>" for kind, layout, tile in FUSED_TILES)
 FUSED_CASES = [(*case, sizes) for case in FUSED_TILES for sizes in (WHOLE, RAGGED)]
 
