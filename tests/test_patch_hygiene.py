@@ -284,7 +284,7 @@ def test_what_was_left_alone_is_told_by_reason() -> None:
         ({"tune": "slowly"}, r"[patch] expected tune to be one of cached, quick, never but got 'slowly'"),
         (
             {"plan": Plan("tpu", frozenset(), {})},
-            r"[target] expected one of auto, cpu, cuda, metal but got 'tpu'",
+            r"[target] expected one of auto, cpu, cuda, metal, simulator but got 'tpu'",
         ),
     ],
 )

@@ -49,13 +49,15 @@ def threadgroup_bytes(tile: LinearTile, operands: int, dtype: str) -> int:
 @functools.cache
 def _product(rows_at_once: int) -> tuple[LinearTile, ...]:
     rows = [
-        LinearTile("rows", rows_at_once, block_n, 1, wn, unroll, 0, "linear")
-        for block_n, wn, unroll in itertools.product((4, 8, 16, 32, 64), (1, 2, 4, 8, 16), (1, 2, 4))
+        LinearTile("rows", rows_at_once, each * wn, 1, wn, unroll, 0, "linear")
+        for each, wn, unroll in itertools.product((2, 4, 8), (2, 4, 8, 16), (1, 2, 4))
     ]
+    # Staged, a slice is unrolled by the compiler; where fragments come from device memory it is a choice.
+    slices = ((1, 16), (1, 32), (1, 64), (1, 0), (2, 0))
     matrix = [
         LinearTile("matrix", block_m, block_n, wm, wn, unroll, outer_k, schedule)
-        for block_m, block_n, wm, wn, unroll, outer_k, schedule in itertools.product(
-            (8, 16, 32, 64, 128), (16, 32, 64, 128), (1, 2, 4), (1, 2, 4), (1, 2), (0, 16, 32, 64), SCHEDULES
+        for block_m, block_n, wm, wn, (unroll, outer_k), schedule in itertools.product(
+            (8, 16, 32, 64, 128), (32, 64, 128), (1, 2, 4), (1, 2, 4), slices, SCHEDULES
         )
     ]
     return tuple(rows + matrix)
@@ -79,7 +81,7 @@ def _tile_fault(tile: LinearTile, operands: int, dtype: str, limits: Limits) -> 
     fragments = operands * (tile.block_m // tile.wm // FRAGMENT) * (tile.block_n // tile.wn // FRAGMENT)
     if fragments > _MOST_FRAGMENTS:
         return "accumulators do not fit the registers"
-    if fragments < 2 * operands and tile.wm * tile.wn > 1:
+    if fragments < operands * min(4, tile.block_m // FRAGMENT * 2):
         return "a simdgroup has too little to do"
     return None
 
