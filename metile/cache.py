@@ -270,7 +270,7 @@ class PlanCache:
             write_atomic(self.path, data)
 
     def _warn_of_other_machines(self, key: EntryKey, stored: Mapping[EntryKey, JsonValue]) -> None:
-        """Say so when the very thing asked for is there, decided elsewhere; decisions of another target are no surprise."""
+        """Say so when the very thing asked for is there, decided elsewhere; on another target it is no surprise."""
         asked = [getattr(key, name) for name in _TEXT_FIELDS]
         for other in stored:
             if other.machine.target != key.machine.target:

@@ -18,7 +18,8 @@ def linear_source(dtype: mx.Dtype = mx.float32) -> KernelSource:
         program="linear.metal",
         body=f"""const Matrix<const device {t}> weights[] = {{matrix_of<const device {t}>(w)}};
   linear_matrix<{t}, Store, {tile}>(
-      matrix_of<const device {t}>(x), weights, matrix_of<device {t}>(y), Store{{}}, outer_k, schedule_linear, group);""",
+      matrix_of<const device {t}>(x), weights, matrix_of<device {t}>(y), Store{{}}, outer_k,
+      schedule_linear, group);""",
         inputs=("x", "w"),
         outputs=("y",),
         numbers=("outer_k",),

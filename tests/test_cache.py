@@ -320,7 +320,9 @@ def test_values_are_not_shared_with_the_caller(tmp_path: Path) -> None:
     assert cache.get(key()) == {"list": [1]}
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), {1, 2}, object(), {"a": Path()}], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [None, float("nan"), float("inf"), {1, 2}, object(), {"a": Path()}], ids=lambda value: type(value).__name__
+)
 def test_a_value_that_json_cannot_hold_is_refused(tmp_path: Path, value: object) -> None:
     cache = PlanCache(MODEL, tmp_path)
     with pytest.raises(MetileError, match=r"\[plan cache\] expected"):

@@ -35,7 +35,8 @@ source = KernelSource(
     program="linear.metal",
     body='''const Matrix<const device float> weights[] = {matrix_of<const device float>(w)};
   linear_matrix<float, Store, 32, 32, 1, 1, 1, 0>(
-      matrix_of<const device float>(x), weights, matrix_of<device float>(y), Store{}, outer_k, schedule_hilbert, group);''',
+      matrix_of<const device float>(x), weights, matrix_of<device float>(y), Store{}, outer_k,
+      schedule_hilbert, group);''',
     inputs=("x", "w"),
     outputs=("y",),
     numbers=("outer_k",),
