@@ -27,8 +27,10 @@ import mlx.core as mx
 import numpy as np
 import metile
 from metile.files import data_root
+from metile.ops.linear import LinearKey
 from metile.targets.base import KernelSource, Output
 from metile.targets.cpu import CpuTarget
+from metile.targets.simulated import SimulatedTarget
 
 source = KernelSource(
     name="packaged",
@@ -48,6 +50,11 @@ kernel = CpuTarget().compile(source)
 outputs = [Output((70, 65), mx.float32)]
 y = kernel([mx.array(x), mx.array(w)], outputs, groups=9, numbers=[127], poison=True)[0]
 assert np.allclose(np.array(y), x @ w.T, atol=1e-4)
+simulated, key = SimulatedTarget(), LinearKey("store", 4, 65, 127, "float32")
+candidate = key.space(simulated.limits)[0]
+inputs = [mx.array(x[:3]), mx.array(w)]
+y = key.launch(simulated.compile(key.source(candidate)), candidate, inputs)[0]
+assert np.allclose(np.array(y), x[:3] @ w.T, atol=1e-4)
 print(metile.__file__, data_root("kernels"), sep="\\n")
 """
 
