@@ -94,7 +94,7 @@ def test_check_lists_findings_with_file_and_line(tmp_path: Path, capsys: pytest.
     assert main(["check", path]) == 1
     out = capsys.readouterr().out.splitlines()
     found = [line for line in out if re.match(r"k\.metal:(7|10): race", line)]
-    assert found
+    assert found, out
     assert re.fullmatch(r"\d+ findings?", out[-1])
     assert main(["run", path]) == 0  # which checks nothing
 
