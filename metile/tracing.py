@@ -18,8 +18,13 @@ class _Runs(threading.local):
     count = 0
 
 
-_runs = _Runs()
-_TRIES = 4
+class _Mode:
+    """Whether compilation was last seen off, of the whole process."""
+
+    off = False
+
+
+_runs, _mode = _Runs(), _Mode()
 _toggling = threading.Lock()  # compilation is enabled and disabled for the whole process
 
 
@@ -41,11 +46,16 @@ def is_traced(*arrays: mx.array) -> bool:
 
 
 def compiling() -> bool:
-    """Return whether mx.compile compiles: not after `mx.disable_compile` nor with MLX_DISABLE_COMPILE set."""
+    """Return whether mx.compile compiles: not after `mx.disable_compile` nor with MLX_DISABLE_COMPILE set.
+
+    Inside a backward pass the answer is no: MLX keeps every graph there, as if it traced all arrays.
+    """
     ordinary = mx.array(0.0)
     _probe(ordinary)
-    # Uncompiled, the probe runs at every call; compiled, MLX may still trace it anew once in a while.
-    return any(not _runs_again(ordinary) for _ in range(_TRIES))
+    compiles = not _runs_again(ordinary)
+    if compiles:
+        _mode.off = False
+    return compiles
 
 
 def _runs_again(*arrays: mx.array) -> bool:
@@ -56,12 +66,19 @@ def _runs_again(*arrays: mx.array) -> bool:
 
 
 def _traced_with_compilation(*arrays: mx.array) -> bool:
+    """Return whether arrays are traced where nothing is compiled, by compiling for a moment."""
     with _toggling:
         if compiling():  # meanwhile another thread enabled it
             return _runs_again(*arrays)
         mx.enable_compile()
+        ordinary = mx.array(0.0)
+        _probe(ordinary)
+        # In a backward pass nothing is compiled either way; whether it was off is what was seen before.
+        if not _runs_again(ordinary):
+            _mode.off = True
         try:
             _probe(*arrays)
             return _runs_again(*arrays)
         finally:
-            mx.disable_compile()
+            if _mode.off:
+                mx.disable_compile()

@@ -11,6 +11,7 @@ from simulated_kernels import COPY, I, make, run
 
 from metile.errors import MetileError
 from metile.simulator import metal_kernel
+from metile.tracing import compiling
 
 CALL: dict[str, Any] = {
     "inputs": [mx.ones(4)],
@@ -169,8 +170,8 @@ def test_an_array_that_is_being_traced() -> None:
 def test_a_kernel_has_no_derivative_of_its_own() -> None:
     kernel = make(I + "y[i] = x[i] * 3;")
     x = mx.arange(1.0, 5.0)
-    for compiling in (True, False):
-        (mx.enable_compile if compiling else mx.disable_compile)()
+    for on in (True, False):
+        (mx.enable_compile if on else mx.disable_compile)()
         try:
             with pytest.raises(ValueError, match="Not implemented for CustomKernel"):
                 mx.grad(lambda x: (run(kernel, x) * x).sum())(x)
@@ -195,4 +196,10 @@ def test_a_kernel_with_a_derivative_beside_it() -> None:
         return run(backward, primal, cotangent)
 
     x = mx.arange(1.0, 11.0)
-    assert mx.grad(lambda x: square(x).sum())(x).tolist() == (2 * x).tolist()
+    for off in (False, True):  # a backward pass compiles nothing, and leaves the mode as it was
+        (mx.disable_compile if off else mx.enable_compile)()
+        try:
+            assert mx.grad(lambda x: square(x).sum())(x).tolist() == (2 * x).tolist()
+            assert compiling() is not off
+        finally:
+            mx.enable_compile()

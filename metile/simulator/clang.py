@@ -55,6 +55,7 @@ _CODE = (
 _CHECKED = (
     "-O1",
     "-gline-tables-only",
+    "-fdebug-compilation-dir=/",  # where this process stands is no part of a file's name
     "-fsanitize=thread,bounds",
     "-fsanitize-trap=bounds",
     "-fno-sanitize-merge",
