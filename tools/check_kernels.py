@@ -43,7 +43,7 @@ from metile.ops.rope import RopeKey
 DEVICE = "m1"  # the least threadgroup memory and threads of all that MLX runs on
 DIMENSIONS = (64, 80, 96, 128, 256)
 AT_ONCE = 8  # kernels a process is given at a time
-TURNS = 25  # after which a process is replaced: compiled kernels stay in its memory
+TURNS = 25  # chunks after which a process is replaced: compiled kernels stay in its memory
 Launch = Callable[[WatchedTarget], object]
 
 
@@ -254,9 +254,16 @@ def run_all(kernels: Sequence[Kernel], jobs: int) -> tuple[Outcome, float]:
             outcome.add(run(chunk))
             reporter.show(outcome)
         return outcome, reporter.seconds()
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=spawn, max_tasks_per_child=TURNS) as pool:
-        given: dict[Future[Outcome], Sequence[Kernel]] = {pool.submit(run, chunk): chunk for chunk in chunks}
+    turn = TURNS * jobs
+    for start in range(0, len(chunks), turn):
+        _run_together(chunks[start : start + turn], jobs, outcome, reporter)
+    return outcome, reporter.seconds()
+
+
+def _run_together(chunks: Sequence[Sequence[Kernel]], jobs: int, outcome: Outcome, reporter: Reporter) -> None:
+    """Run chunks of kernels in processes that end with them."""
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        given: list[Future[Outcome]] = [pool.submit(run, chunk) for chunk in chunks]
         try:
             for future in as_completed(given):
                 outcome.add(future.result())
@@ -264,7 +271,6 @@ def run_all(kernels: Sequence[Kernel], jobs: int) -> tuple[Outcome, float]:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return outcome, reporter.seconds()
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
