@@ -1,0 +1,270 @@
+// The accumulator of a threadgroup at the matrix end: BM rows of x against BN rows of P weight matrices, fp32, in the
+// registers of WM x WN warps.
+#pragma once
+
+// Weights come in slices of DEPTH through a ring in shared memory, together with those of x; or from where they lie if
+// DEPTH is 0, KU turns of k at a time: a turn is 32 of k, 8 side by side in a lane, and two fragments. That is a
+// permutation of k, the same in x and in the weights. Where BM has fewer than 8 rows for each of the WM warps, the
+// warps that are too many share k, and the sums are added at the end.
+template <typename T, int P, int BM, int BN, int WM, int WN, int KU, int DEPTH>
+struct Accumulator {
+  static constexpr bool exact = is_float(T());
+  static constexpr int split = BM < 8 * WM ? 8 * WM / BM : 1, warps_m = WM / split;
+  static constexpr int tile_m = BM / warps_m, tile_n = BN / WN;
+  static constexpr int TM = tile_m / 8, TN = tile_n / 16;
+  static constexpr int held = Held<T>::count;
+  static constexpr int turn = exact ? held : 4 * held;  // of k
+  static constexpr int stride = staged_stride<T, DEPTH>();
+  static constexpr int slice_bytes = DEPTH ? P * BN * stride : 0;
+  static constexpr int lane_sums = P * TN * TM * 4;
+  static_assert(BM % 8 == 0 && WM % split == 0 && tile_m % 8 == 0 && tile_n % 16 == 0, "a tile is whole fragments");
+  static_assert(DEPTH % 16 == 0, "a slice is whole fragments");
+  static_assert(WM * WN == group_simdgroups, "every warp has a tile");
+  Group group;
+  int m, n, part;  // of this warp's tile in the block, and of its share of k
+  int place;       // of the next slice in the ring
+  char* memory;
+  float sums[P][TN][TM][4];  // rows 2g, 2g, 2g+1, 2g+1 of weights, rows 2t, 2t+1, 2t, 2t+1 of x
+
+  static inline constexpr Index bytes(Index) {
+    return max_of(group_stages * slice_bytes, (split - 1) * warps_m * WN * simd_lanes * lane_sums * 4);
+  }
+
+  inline Accumulator(Group of, Index offset)
+      : group(of), m(of.simdgroup / WN % warps_m * tile_m), n(of.simdgroup % WN * tile_n),
+        part(of.simdgroup / WN / warps_m), place(0), memory(of.memory<char>(offset)) {}
+
+  // += x[:, k0 : k0+depth] . w[n0 : n0+BN, k0 : k0+depth]^T, or = where this is the first slice of k. Slices of a ring
+  // come in order, all of them DEPTH but the last.
+  template <int D>
+  inline void multiply_accumulate(Stage<T, BM, D>& x, const Matrix<const T> (&w)[P], Index n0, Index k0, Index depth,
+                                  bool first) {
+    if (first) clear();
+    if constexpr (DEPTH > 0) {
+      static_assert(D == DEPTH, "x and the weights share a ring");
+      constexpr int ahead = group_stages - 1;
+      if (first) {
+        place = 0;
+        settle();  // what was there has been read
+        for (int s = 0; s < ahead; ++s) fetch(x, w, n0, s, k0 + s * DEPTH);
+      }
+      copy_wait<ahead - 1>();
+      settle();  // all have this slice, and none is at work on the one before
+      fetch(x, w, n0, place ? place - 1 : ahead, k0 + ahead * DEPTH);
+      if (is_idle(x, w, n0)) return advance();
+#pragma unroll
+      for (int k = 0; k < DEPTH; k += 16)
+        if (split == 1 || k / 16 % split == part) staged_turn(x, k);
+      advance();
+    } else {
+      x.bring(group);
+      if (!is_idle(x, w, n0)) direct(x, w, n0, k0, k0 + depth);
+    }
+  }
+
+  // The last slice and the epilogue, on the sums in their registers.
+  template <typename E>
+  inline void store(Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Matrix<T> y, Index m0, Index n0, Index k0,
+                    bool first, const E& epilogue) {
+    multiply_accumulate(x, w, n0, k0, w[0].columns - k0, first);
+    if (split > 1) join();
+    if (part) return;
+#pragma unroll
+    for (int i = 0; i < TM; ++i)
+#pragma unroll
+      for (int j = 0; j < TN; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const Index row = m0 + m + i * 8 + 2 * group.pair() + e, column = n0 + n + j * 16 + 2 * group.four();
+          Floats<2> values[P];
+#pragma unroll
+          for (int p = 0; p < P; ++p) values[p].at[0] = sums[p][j][i][e], values[p].at[1] = sums[p][j][i][2 + e];
+          if (row < y.rows && column < y.columns)
+            ::store(y.row(row) + column, epilogue.apply(values, row, column, y.columns - column), y.columns - column);
+        }
+  }
+
+ private:
+  inline void clear() {
+#pragma unroll
+    for (int e = 0; e < lane_sums; ++e) sums[e / (TN * TM * 4)][e / (TM * 4) % TN][e / 4 % TM][e % 4] = 0.0f;
+  }
+
+  inline void advance() { place = place + 1 == group_stages ? 0 : place + 1; }
+
+  // A tile beyond the edge.
+  template <int D>
+  inline bool is_idle(const Stage<T, BM, D>& x, const Matrix<const T> (&w)[P], Index n0) const {
+    return x.first + m >= x.x.rows || n0 + n >= w[0].rows;
+  }
+
+  inline void fetch(const Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Index n0, int to, Index k) const {
+    if (k < w[0].columns) {
+      x.fetch(group, to, k);
+#pragma unroll
+      for (int p = 0; p < P; ++p)
+        fetch_rows<true, BN, DEPTH>(group, memory + to * slice_bytes + p * BN * stride, w[p], n0, k);
+    }
+    copy_commit();  // a slice past the end is a group with nothing in it
+  }
+
+  inline const char* weights(int p, int row) const { return memory + place * slice_bytes + (p * BN + row) * stride; }
+
+  // 16 of k, k elements into the slice.
+  inline void staged_turn(const Stage<T, BM, DEPTH>& x, int k) {
+    if constexpr (exact) {
+#pragma unroll
+      for (int s = 0; s < 16; s += held) {
+        Words rows[TM][2], columns[P][TN][2];
+#pragma unroll
+        for (int i = 0; i < TM; ++i)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            rows[i][e] = *(const Words*)(x.row(place, m + i * 8 + 2 * group.pair() + e) + (k + s) * 4);
+#pragma unroll
+        for (int p = 0; p < P; ++p)
+#pragma unroll
+          for (int j = 0; j < TN; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              columns[p][j][e] = *(const Words*)(weights(p, n + j * 16 + e * 8 + group.four()) + (k + s) * 4);
+        multiply_words(rows, columns);
+      }
+    } else {
+      const int lane = group.lane;
+      uint b[TM][2];
+      if constexpr (TM % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < TM; i += 2) {
+          uint two[4];
+          load_matrices(two, x.row(place, m + i * 8 + lane / 16 * 8 + lane % 8) + (k + lane / 8 % 2 * 8) * 2);
+          b[i][0] = two[0], b[i][1] = two[1], b[i + 1][0] = two[2], b[i + 1][1] = two[3];
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < TM; ++i)
+          load_matrices(b[i], x.row(place, m + i * 8 + lane % 8) + (k + lane / 8 % 2 * 8) * 2);
+      }
+#pragma unroll
+      for (int p = 0; p < P; ++p)
+#pragma unroll
+        for (int j = 0; j < TN; ++j) {
+          uint a[4];
+          load_matrices(a, weights(p, n + j * 16 + lane % 16) + (k + lane / 16 * 8) * 2);
+#pragma unroll
+          for (int i = 0; i < TM; ++i) multiply_fragments(T(), sums[p][j][i], a, b[i][0], b[i][1]);
+        }
+    }
+  }
+
+  // All of k0 .. end from where the weights lie. The next KU turns of weights are under way while these are multiplied.
+  template <int D>
+  inline void direct(const Stage<T, BM, D>& x, const Matrix<const T> (&w)[P], Index n0, Index k0, Index end) {
+    const int lane_k = exact ? 0 : group.pair() * held;
+    const bool whole = x.x.is_aligned(), whole_w = are_aligned(w);
+    const T* rows[P][TN][2];
+#pragma unroll
+    for (int p = 0; p < P; ++p)
+#pragma unroll
+      for (int j = 0; j < TN; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          rows[p][j][e] = w[p].row(min_of(n0 + n + j * 16 + 2 * group.four() + e, w[p].rows - 1));
+    constexpr int advance = KU * turn * split;
+    Words next[KU][P][TN][2];
+    Index k = k0 + part * KU * turn;
+    weights_at(next, rows, w, k + lane_k, end, whole_w);
+    for (; k < end; k += advance) {
+      Words now[KU][P][TN][2];
+#pragma unroll
+      for (int u = 0; u < KU; ++u)
+#pragma unroll
+        for (int p = 0; p < P; ++p)
+#pragma unroll
+          for (int j = 0; j < TN; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) now[u][p][j][e] = next[u][p][j][e];
+      weights_at(next, rows, w, k + advance + lane_k, end, whole_w);
+#pragma unroll
+      for (int u = 0; u < KU; ++u) {
+        constexpr int each = exact ? 2 : 1;
+        Words part_of_x[TM][each];
+#pragma unroll
+        for (int i = 0; i < TM; ++i)
+#pragma unroll
+          for (int e = 0; e < each; ++e)
+            part_of_x[i][e] = x.words(m + i * 8 + (exact ? 2 * group.pair() + e : group.four()),
+                                      k - k0 + u * turn + lane_k, whole);
+        multiply_words(part_of_x, now[u]);
+      }
+    }
+  }
+
+  inline void weights_at(Words (&to)[KU][P][TN][2], const T* const (&rows)[P][TN][2], const Matrix<const T> (&w)[P],
+                         Index k, Index end, bool whole) const {
+#pragma unroll
+    for (int u = 0; u < KU; ++u)
+#pragma unroll
+      for (int p = 0; p < P; ++p)
+#pragma unroll
+        for (int j = 0; j < TN; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const Index at = k + u * turn;
+            to[u][p][j][e] = load_words<warps_m == 1>(rows[p][j][e] + at * w[p].step, end - at, w[p].step, whole);
+          }
+  }
+
+  static inline bool are_aligned(const Matrix<const T> (&w)[P]) {
+    bool all = true;
+    for (int p = 0; p < P; ++p) all = all && w[p].is_aligned();
+    return all;
+  }
+
+  // The products of one turn, from 16 bytes a row.
+  template <int EACH>
+  inline void multiply_words(const Words (&rows)[TM][EACH], const Words (&columns)[P][TN][2]) {
+#pragma unroll
+    for (int p = 0; p < P; ++p)
+#pragma unroll
+      for (int j = 0; j < TN; ++j)
+#pragma unroll
+        for (int i = 0; i < TM; ++i) {
+          const Words &first = columns[p][j][0], &second = columns[p][j][1];
+          if constexpr (exact) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+#pragma unroll
+              for (int s = 0; s < held; ++s)
+                sums[p][j][i][e] += float_of_bits(int((e < 2 ? first : second).at[s])) *
+                                    float_of_bits(int(rows[i][e % 2].at[s]));
+          } else {
+#pragma unroll
+            for (int s = 0; s < 4; s += 2) {
+              const uint a[4] = {first.at[s], second.at[s], first.at[s + 1], second.at[s + 1]};
+              multiply_fragments(T(), sums[p][j][i], a, rows[i][0].at[s], rows[i][0].at[s + 1]);
+            }
+          }
+        }
+  }
+
+  // Add the sums of the warps that shared k, in those of the first part.
+  inline void join() {
+    constexpr int apart = simd_lanes * lane_sums;  // sums of a warp
+    settle();  // the last slice has been read
+    float* shared = (float*)memory + group.simdgroup % (warps_m * WN) * apart + group.lane;
+    constexpr int all = warps_m * WN * apart;
+    if (part) {
+#pragma unroll
+      for (int e = 0; e < lane_sums; ++e)
+        shared[(part - 1) * all + e * simd_lanes] = sums[e / (TN * TM * 4)][e / (TM * 4) % TN][e / 4 % TM][e % 4];
+    }
+    settle();
+    if (part) return;
+#pragma unroll
+    for (int s = 0; s < split - 1; ++s)
+#pragma unroll
+      for (int e = 0; e < lane_sums; ++e)
+        sums[e / (TN * TM * 4)][e / (TM * 4) % TN][e / 4 % TM][e % 4] += shared[s * all + e * simd_lanes];
+  }
+};

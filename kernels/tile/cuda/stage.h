@@ -1,0 +1,76 @@
+// Staging: slices of rows in shared memory, brought there ahead of their use, and handed out in fragments.
+#pragma once
+
+// Rows in shared memory stand 16 bytes further apart than they are long. The distance is an odd number of 16 bytes, so
+// that the 8 rows that an instruction reads at once lie in 8 different groups of banks.
+template <typename T, int DEPTH>
+inline constexpr int staged_stride() { return DEPTH * int(sizeof(T)) + 16; }
+
+// The 16 rows of weights of a fragment are taken in the order 0 2 4 .. 14 1 3 .. 15: the sums of two neighbours, side
+// by side in y, then meet in one lane.
+inline constexpr int paired_row(int row) { return row / 16 * 16 + row % 2 * 8 + row % 16 / 2; }
+
+// Begin to bring ROWS x DEPTH of a matrix to shared memory, zero beyond its edges; all threads take part.
+template <bool PAIRED, int ROWS, int DEPTH, typename T>
+inline void fetch_rows(Group group, char* to, Matrix<const T> from, Index first_row, Index first_column) {
+  constexpr int held = Held<T>::count, chunks = DEPTH / held;
+  static_assert(DEPTH % held == 0, "a slice is whole 16 bytes");
+  const bool whole = from.is_aligned();
+#pragma unroll 8
+  for (int i = group.thread_index; i < ROWS * chunks; i += group_threads) {
+    const int row = i / chunks, column = i % chunks * held;
+    char* place = to + (PAIRED ? paired_row(row) : row) * staged_stride<T, DEPTH>() + column * int(sizeof(T));
+    const Index m = first_row + row, k = first_column + column;
+    const Index count = m < from.rows ? max_of(min_of(from.columns - k, held), 0) : 0;
+    const T* source = from.at(count ? m : 0, count ? k : 0);
+    if (whole) copy_async(place, source, count * int(sizeof(T)));
+    else *(Words*)place = load_words<true>(source, count, from.step, false);
+  }
+}
+
+// x[m0 : m0+BM, k0 : k0+DEPTH] and the slices after it, in a ring in shared memory at `offset`; or x where it lies, if
+// DEPTH is 0. A stage that does not feed a ring of its own DEPTH, as queries do, is brought once.
+template <typename T, int BM, int DEPTH>
+struct Stage {
+  static constexpr int stride = staged_stride<T, DEPTH>();
+  static constexpr int slice_bytes = DEPTH ? BM * stride : 0;
+  Matrix<const T> x;
+  Index first, from, end;  // of rows and columns
+  char* memory;
+  bool settled;
+
+  static inline constexpr Index bytes(Index) { return group_stages * slice_bytes; }
+
+  inline void load(Group group, Index offset, Matrix<const T> matrix, Index m0, Index k0, Index depth) {
+    x = matrix, first = m0, from = k0, end = k0 + depth;
+    memory = group.memory<char>(offset);
+    settled = false;
+  }
+
+  // Begin to bring the slice at k0 to a place of the ring.
+  inline void fetch(Group group, int place, Index k0) const {
+    if constexpr (DEPTH > 0) fetch_rows<false, BM, DEPTH>(group, memory + place * slice_bytes, x, first, k0);
+  }
+
+  // The slice as it was loaded, once, without a ring.
+  inline void bring(Group group) {
+    if (DEPTH == 0 || settled) return;
+    settle();  // what was there has been read
+    fetch(group, 0, from);
+    copy_commit();
+    copy_wait<0>();
+    settle();
+    settled = true;
+  }
+
+  inline const char* row(int place, int m) const { return memory + place * slice_bytes + m * stride; }
+
+  // A lane's 16 bytes of row m, k elements into the slice.
+  inline Words words(int m, Index k, bool whole) const {
+    if constexpr (DEPTH > 0) {
+      return k < end - from ? *(const Words*)(row(0, m) + k * Index(sizeof(T))) : Words{{0, 0, 0, 0}};
+    } else {
+      return load_words<false>(x.at(min_of(first + m, x.rows - 1), from + k), end - from - k, x.step, whole);
+    }
+  }
+};
