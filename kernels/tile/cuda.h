@@ -10,7 +10,8 @@
 #pragma once
 
 #ifndef METILE_EMULATED
-#define inline __device__ __forceinline__
+#undef __device__  // the compiler's macro says `device`, a word that programs use, and that is nothing here
+#define inline __attribute__((__device__)) __forceinline__
 #endif
 #define kernel
 #define device

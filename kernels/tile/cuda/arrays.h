@@ -73,14 +73,16 @@ struct Heads {
 
 template <typename T, typename A>
 inline Heads<T> heads(A a) {
-  return Heads<T>{(T*)a.data, a.strides[0], a.strides[1], a.strides[2], a.strides[3], a.shape[1], a.shape[2], a.shape[3]};
+  return Heads<T>{(T*)a.data,  a.strides[0], a.strides[1], a.strides[2],
+                  a.strides[3], a.shape[1],   a.shape[2],   a.shape[3]};
 }
 
 // The same of an array [batch, rows, count * columns], a row of which holds the rows of all heads.
 template <typename T, typename A>
 inline Heads<T> heads_inside(A a, Index count) {
   const Index columns = a.shape[2] / count;
-  return Heads<T>{(T*)a.data, a.strides[0], columns * a.strides[2], a.strides[1], a.strides[2], count, a.shape[1], columns};
+  return Heads<T>{(T*)a.data,   a.strides[0], columns * a.strides[2], a.strides[1],
+                  a.strides[2], count,        a.shape[1],             columns};
 }
 
 // Queries in either layout: [batch, heads, rows, columns] or [batch, rows, count * columns].
@@ -93,11 +95,9 @@ inline Heads<T> queries(A a, Index count) {
 // All leading axes of a contiguous array folded into the rows of a matrix.
 template <typename T, typename A>
 inline Matrix<T> matrix_of(A array) {
-  Index columns = 1, rows = 1;
-#pragma unroll
-  for (int d = 0; d < max_dims; ++d) {
-    if (d == array.ndim - 1) columns = array.shape[d];
-    if (d < array.ndim - 1) rows *= array.shape[d];
-  }
+  // Every length is read first: a choice among places in memory would keep the array there.
+  const Index a = array.shape[0], b = array.shape[1], c = array.shape[2], d = array.shape[3], axes = array.ndim;
+  const Index columns = axes == 1 ? a : axes == 2 ? b : axes == 3 ? c : axes == 4 ? d : 1;
+  const Index rows = (axes > 1 ? a : 1) * (axes > 2 ? b : 1) * (axes > 3 ? c : 1);
   return Matrix<T>{(T*)array.data, rows, columns, columns, 1};
 }

@@ -46,6 +46,7 @@ struct Accumulator {
       if (first) {
         place = 0;
         settle();  // what was there has been read
+#pragma unroll 1
         for (int s = 0; s < ahead; ++s) fetch(x, w, n0, s, k0 + s * DEPTH);
       }
       copy_wait<ahead - 1>();

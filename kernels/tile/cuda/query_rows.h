@@ -1,6 +1,6 @@
 // One query of ROWS heads against the keys that they share: scores, online softmax and the product with the values. A
-// key is held by a few lanes of a warp, 16 bytes each, so a warp takes several keys at once; each such team goes its own
-// way over its part of the keys, without a barrier. Their outputs are joined at the end, first those of a warp, then
+// key is held by a few lanes of a warp, 16 bytes each, so a warp takes several keys at once; each such team goes its
+// own way over its part of the keys, without a barrier. Their outputs are joined at the end, first those of a warp, then
 // those of the warps, and, where several threadgroups shared the keys, at last those.
 #pragma once
 
@@ -39,7 +39,8 @@ struct RowAccumulator {
     for (int i = 0; i < keys; ++i)
 #pragma unroll
       for (int r = 0; r < Head::runs; ++r) {
-        const Index k = column + r * Head::team * Head::held, n = min_of(first(group, n0) + key(group, i), w[0].rows - 1);
+        const Index k = column + r * Head::team * Head::held;
+        const Index n = min_of(first(group, n0) + key(group, i), w[0].rows - 1);
         of_keys[i][r] = load_words<true>(w[0].at(n, k), DEPTH - k, w[0].step, whole);
       }
 #pragma unroll
@@ -124,7 +125,8 @@ struct QueryRows {
       for (int r = 0; r < Head::runs; ++r) {
         const Index k = column + r * Head::team * Head::held;
         const Index n = Scores::first(group, n0) + Scores::key(group, i);
-        of_values[i][r] = load_words<true>(v.at(min_of(n, v.rows - 1), k), is_seen(i, n0, v.rows) ? D - k : 0, v.step, whole);
+        const Index count = is_seen(i, n0, v.rows) ? D - k : 0;
+        of_values[i][r] = load_words<true>(v.at(min_of(n, v.rows - 1), k), count, v.step, whole);
       }
 #pragma unroll
     for (int i = 0; i < Scores::keys; ++i)
@@ -152,9 +154,9 @@ struct QueryRows {
     }
   }
 
-  // The same where `parts` threadgroups shared the keys of this query: each writes what it has to its part of `partials`
-  // [parts][ROWS][D + 2], and the last of them to do so, told by `counter`, joins them all. The counter is 0 before and
-  // after.
+  // The same where `parts` threadgroups shared the keys of this query: each writes what it has to its part of
+  // `partials` [parts][ROWS][D + 2], and the last of them to do so, told by `counter`, joins them all. The counter is
+  // 0 before and after.
   inline void store_part(Matrix<T> y, float* partials, uint* counter, Index part, Index parts) {
     join_teams();
 #pragma unroll

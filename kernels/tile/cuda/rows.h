@@ -1,5 +1,5 @@
-// The accumulator of a threadgroup at the decode end: a few rows of x against BN rows of weights, each weight read once,
-// k split over the lanes of a warp.
+// The accumulator of a threadgroup at the decode end: a few rows of x against BN rows of weights, each weight read
+// once, k split over the lanes of a warp.
 #pragma once
 
 // x[m0 : m0+ROWS, :], read where it lies: it is small and stays in the cache.
@@ -103,7 +103,8 @@ struct RowAccumulator<T, P, ROWS, BN, WN, KU, 0> {
           const Index at = k + u * turn;
 #pragma unroll
           for (int r = 0; r < together; ++r)
-            unpack(T(), part[r], load_words<false>(x.row(min_of(m + r, ROWS - 1)) + at * x.x.step, depth - at, x.x.step, WHOLE));
+            unpack(T(), part[r],
+                   load_words<false>(x.row(min_of(m + r, ROWS - 1)) + at * x.x.step, depth - at, x.x.step, WHOLE));
           add(part, weights[u], m);
         }
     }

@@ -10,21 +10,42 @@ inline constexpr int staged_stride() { return DEPTH * int(sizeof(T)) + 16; }
 // by side in y, then meet in one lane.
 inline constexpr int paired_row(int row) { return row / 16 * 16 + row % 2 * 8 + row % 16 / 2; }
 
+// Where the i-th 16 bytes of a slice stand.
+template <bool PAIRED, int DEPTH, typename T>
+inline Words* place_of(Matrix<const T>, char* slice, int i) {
+  constexpr int chunks = DEPTH / Held<T>::count;
+  const int row = i / chunks;
+  return (Words*)(slice + (PAIRED ? paired_row(row) : row) * staged_stride<T, DEPTH>() + i % chunks * 16);
+}
+
 // Begin to bring ROWS x DEPTH of a matrix to shared memory, zero beyond its edges; all threads take part.
 template <bool PAIRED, int ROWS, int DEPTH, typename T>
 inline void fetch_rows(Group group, char* to, Matrix<const T> from, Index first_row, Index first_column) {
   constexpr int held = Held<T>::count, chunks = DEPTH / held;
   static_assert(DEPTH % held == 0, "a slice is whole 16 bytes");
   const bool whole = from.is_aligned();
-#pragma unroll 8
+  if (whole && group_threads % chunks == 0) {  // a thread stays in its column
+    constexpr int apart = group_threads / chunks, turns = (ROWS + apart - 1) / apart;
+    const int own = group.thread_index / chunks;
+    const Index k = first_column + group.thread_index % chunks * held;
+    const T* source = from.row(first_row + own) + k;
+    const Index left = k < from.columns ? from.rows - first_row - own : 0;
+#pragma unroll
+    for (int i = 0; i < turns; ++i, source += apart * from.stride) {
+      const bool inside = i * apart < left;
+      if (ROWS % apart == 0 || own + i * apart < ROWS)
+        copy_async(place_of<PAIRED, DEPTH>(from, to, group.thread_index + i * group_threads),
+                   inside ? source : from.data, inside ? 16 : 0);
+    }
+    return;
+  }
+#pragma unroll 1
   for (int i = group.thread_index; i < ROWS * chunks; i += group_threads) {
-    const int row = i / chunks, column = i % chunks * held;
-    char* place = to + (PAIRED ? paired_row(row) : row) * staged_stride<T, DEPTH>() + column * int(sizeof(T));
-    const Index m = first_row + row, k = first_column + column;
-    const Index count = m < from.rows ? max_of(min_of(from.columns - k, held), 0) : 0;
-    const T* source = from.at(count ? m : 0, count ? k : 0);
-    if (whole) copy_async(place, source, count * int(sizeof(T)));
-    else *(Words*)place = load_words<true>(source, count, from.step, false);
+    const Index m = first_row + i / chunks, k = first_column + i % chunks * held;
+    const Index count = m < from.rows ? from.columns - k : 0;
+    Words* place = place_of<PAIRED, DEPTH>(from, to, i);
+    if (whole) copy_async(place, count > 0 ? from.at(m, k) : from.data, count > 0 ? 16 : 0);
+    else *place = load_words<true>(from.at(m, k), count, from.step, false);
   }
 }
 
