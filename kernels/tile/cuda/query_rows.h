@@ -1,7 +1,7 @@
 // One query of ROWS heads against the keys that they share: scores, online softmax and the product with the values. A
 // key is held by a few lanes of a warp, 16 bytes each, so a warp takes several keys at once; each such team goes its
-// own way over its part of the keys, without a barrier. Their outputs are joined at the end, first those of a warp, then
-// those of the warps, and, where several threadgroups shared the keys, at last those.
+// own way over its part of the keys, without a barrier. Their outputs are joined at the end, first those of a warp,
+// then those of the warps, and, where several threadgroups shared the keys, at last those.
 #pragma once
 
 // How a row of D elements is held.
