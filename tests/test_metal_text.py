@@ -15,7 +15,7 @@ from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
 from metile.ops.rope import RopeKey
 from metile.simulator import custom
-from metile.targets import metal_text as module
+from metile.targets import gpu_text as module
 from metile.targets.base import KernelSource
 from metile.targets.metal import limits_of
 from metile.targets.metal_text import LEAST_ELEMENTS, MAX_DIMS, fold, metal_text, sizes_of, written_out

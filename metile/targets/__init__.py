@@ -21,6 +21,13 @@ def _cpu() -> Target:
 
 
 @functools.cache
+def _cuda() -> Target:
+    from metile.targets.cuda import CudaTarget
+
+    return CudaTarget()
+
+
+@functools.cache
 def _metal() -> Target:
     from metile.targets.metal import MetalTarget
 
@@ -38,8 +45,8 @@ def choose_target(name: str = "auto") -> Target:
     """Return the target to run kernels on.
 
     Args:
-        name: ``cpu``, ``metal``, ``simulator`` (Apple's GPU, simulated: right, and never timed), or ``auto`` for what
-            MLX itself runs on here. ``cuda`` is a known name whose kernels do not exist yet.
+        name: ``cpu``, ``cuda``, ``metal``, ``simulator`` (Apple's GPU, simulated: right, and never timed), or ``auto``
+            for what MLX itself runs on here.
 
     Raises:
         MetileError: the name is unknown, or the target cannot run here; the message says why.
@@ -52,6 +59,7 @@ def choose_target(name: str = "auto") -> Target:
     if name == "metal" and not has_metal:
         expected = "a machine with Metal (the target simulator runs the same kernels here, untimed)"
         raise mismatch("target", expected, "one without")
-    if name == "cuda":
-        raise mismatch("target", "cpu, metal or simulator: CUDA has no kernels so far", "cuda")
-    return {"cpu": _cpu, "metal": _metal, "simulator": _simulator}[name]()
+    if name == "cuda" and not mx.cuda.is_available():
+        expected = "a target of this machine (for cuda, one with an NVIDIA GPU and `pip install 'mlx[cuda13]'`)"
+        raise mismatch("target", expected, "cuda")
+    return {"cpu": _cpu, "cuda": _cuda, "metal": _metal, "simulator": _simulator}[name]()

@@ -11,7 +11,8 @@ from metile.errors import MetileError, mismatch
 from metile.simulator.devices import Device, custom, find_device
 from metile.targets.base import Kernel, KernelSource, Limits, Output
 from metile.targets.compiler import sources_digest
-from metile.targets.metal_text import LEAST_ELEMENTS, MAX_DIMS, fold, metal_text, sizes_of
+from metile.targets.gpu_text import MAX_DIMS, fold
+from metile.targets.metal_text import LEAST_ELEMENTS, metal_text, sizes_of
 
 _REGISTERS = 128  # floats of a thread before a GPU of any family spills
 _MOST_SIZES = 256  # arrays of sizes that a kernel keeps; one that counts positions meets a new one at every token

@@ -1,0 +1,348 @@
+"""The CUDA target: kernels compiled here, or by MLX where they read strides, and launched as nodes of MLX's graph."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from metile.errors import mismatch
+from metile.targets.base import Kernel, KernelSource, Output
+from metile.targets.compiler import CompileError, sources_digest
+from metile.targets.cuda_device import CudaDevice, this_device
+from metile.targets.cuda_text import OPTIONS, SCRATCH, checked_view_text, kernel_text, view_text
+from metile.targets.gpu_text import MAX_DIMS, count_of, fold, sizes_of
+from metile.targets.nvrtc import Binary, Program, compile_program
+
+_MOST_LAUNCHES = 256  # that a kernel keeps described; one that counts positions meets a new one at every token
+_MOST_THREADS = 2**31 - 1  # of a grid, which MLX counts in an int
+_LIKELY = (0, 16, 32, 64)  # depths of a slice that a search tries: compiled before it asks for them
+
+
+def _mlx_precompiled(**launch: Any) -> list[mx.array]:
+    return mx.fast.precompiled_cuda_kernel(**launch)
+
+
+def _mlx_jit(**text: Any) -> Callable[..., list[mx.array]]:
+    return mx.fast.cuda_kernel(**text)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a kernel stands on, each part of which a test may replace.
+
+    Attributes:
+        device: the GPU.
+        precompiled: launches a binary, as `mx.fast.precompiled_cuda_kernel`.
+        jit: makes a kernel from a text, as `mx.fast.cuda_kernel`.
+        compile: compiles a program for an architecture, as `metile.targets.nvrtc.compile_program`.
+    """
+
+    device: CudaDevice
+    precompiled: Callable[..., list[mx.array]] = _mlx_precompiled
+    jit: Callable[..., Callable[..., list[mx.array]]] = _mlx_jit
+    compile: Callable[[Program, str], Binary] = compile_program
+
+    def binary(self, program: Program) -> Binary:
+        """Compile a program that asks for no more threadgroup memory than there is.
+
+        Raises:
+            CompileError: NVRTC rejects it, or it asks for more.
+        """
+        binary = self.compile(program, self.device.architecture)
+        most, wanted = self.device.threadgroup_bytes, binary.constants[0]
+        if wanted > most:
+            raise CompileError(f"[cuda] expected at most {most} bytes of threadgroup memory but got {wanted}")
+        return binary
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All of a launch but its arrays."""
+
+    outputs: tuple[tuple[int, ...], ...]
+    dtypes: tuple[mx.Dtype, ...]
+    sizes: tuple[int, ...]
+    threads: int
+    groups: int
+    poison: bool
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What both of MLX's launches take."""
+        return {
+            "output_shapes": self.outputs,
+            "output_dtypes": self.dtypes,
+            "grid": (self.groups * self.threads, 1, 1),
+            "threadgroup": (self.threads, 1, 1),
+            **({"init_value": math.nan} if self.poison else {}),
+        }
+
+
+Call = Callable[[Sequence[mx.array]], list[mx.array]]
+
+
+class Form(Protocol):
+    """A kernel compiled for the numbers that it must know."""
+
+    def launch(self, shape: Shape) -> Call:
+        """Return the launch of a shape."""
+
+
+class PlainForm:
+    """A form without views: a binary that MLX loads."""
+
+    def __init__(self, source: KernelSource, fixed: Sequence[int], name: str, machine: Machine) -> None:
+        self._source, self._name, self._machine = source, name, machine
+        program = Program(source.name, kernel_text(source, fixed, name), (SCRATCH,), OPTIONS)
+        self._binary = machine.binary(program)
+        self._is_loaded = False
+
+    def launch(self, shape: Shape) -> Call:
+        """Return the launch of a shape."""
+        self._load(shape.threads)
+        run, arguments = self._machine.precompiled, self._arguments(shape, b"")
+        return lambda inputs: run(inputs=inputs, **arguments)
+
+    def _arguments(self, shape: Shape, cubin: bytes) -> dict[str, Any]:
+        return {
+            "name": self._name,
+            "compiled_source": cubin,
+            "scalars": shape.sizes,
+            "shared_memory": self._binary.constants[0],
+            "ensure_row_contiguous": True,
+            **shape.arguments,
+        }
+
+    def _load(self, threads: int) -> None:
+        """Have MLX load the binary, by a launch that does nothing.
+
+        MLX copies the bytes that it is handed at every launch, and once a kernel is loaded looks at its name only: so
+        they are handed to it once.
+        """
+        if self._is_loaded:
+            return
+        source, count = self._source, len(self._source.outputs)
+        nothing = Shape(((1,),) * count, (mx.float32,) * count, (0,) * count_of(source), threads, 1, False)
+        inputs = [mx.zeros((1,)) for _ in source.inputs]
+        try:
+            mx.eval(self._machine.precompiled(inputs=inputs, **self._arguments(nothing, self._binary.cubin)))
+        except RuntimeError as error:
+            raise CompileError(f"[cuda] {source.name}: {error}") from error
+        self._is_loaded = True
+
+
+class ViewForm:
+    """A form that reads strides. MLX compiles it, when it is first evaluated, from a text that has compiled here."""
+
+    def __init__(self, source: KernelSource, fixed: Sequence[int], name: str, machine: Machine) -> None:
+        self._source = source
+        program = Program(source.name, checked_view_text(source, fixed, name), (SCRATCH,))
+        binary, text = machine.binary(program), view_text(source, fixed)
+        self._run = machine.jit(
+            name=name,
+            input_names=list(text.inputs),
+            output_names=list(text.outputs),
+            source=text.body,
+            header=text.header,
+            ensure_row_contiguous=False,
+            shared_memory=binary.constants[0],
+        )
+
+    def launch(self, shape: Shape) -> Call:
+        """Return the launch of a shape."""
+        run, arguments, sizes = self._run, shape.arguments, mx.array(shape.sizes, mx.int32)
+        strided = [name in self._source.strided for name in self._source.inputs]
+
+        def call(inputs: Sequence[mx.array]) -> list[mx.array]:
+            arrays = [a if view else mx.contiguous(a) for a, view in zip(inputs, strided, strict=True)]
+            return run(inputs=[sizes, *arrays], **arguments)
+
+        return call
+
+
+class CudaKernel:
+    """A kernel in the forms that its launches have needed so far: one for the values of the numbers it must know."""
+
+    def __init__(self, source: KernelSource, machine: Machine) -> None:
+        self.source = source
+        self._machine, self._threads = machine, source.simdgroups * machine.device.lanes
+        self._identity = source.identity(sources_digest())
+        self._forms: dict[tuple[int, ...], Form | CompileError] = {}
+        self._launches: dict[tuple[object, ...], Call] = {}
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        outputs: Sequence[Output],
+        *,
+        groups: int,
+        numbers: Sequence[int] = (),
+        poison: bool = False,
+    ) -> list[mx.array]:
+        """Run over `groups` threadgroups; see `metile.targets.base.Kernel`."""
+        if not groups:
+            return [mx.zeros(output.shape, output.dtype) for output in outputs]
+        key = (groups, poison, *numbers, *[a.shape for a in inputs], *[(o.shape, o.dtype) for o in outputs])
+        call = self._launches.get(key)
+        if call is None:
+            if len(self._launches) >= _MOST_LAUNCHES:
+                self._launches.clear()
+            call = self._launches[key] = self._launch(inputs, outputs, groups, numbers, poison)
+        return call(inputs)
+
+    def bind(
+        self, outputs: Sequence[Output], *, groups: int, numbers: Sequence[int] = ()
+    ) -> Callable[[Sequence[mx.array]], list[mx.array]]:
+        """Return a launch with everything fixed but the arrays; see `metile.targets.base.Kernel`."""
+        calls: dict[tuple[tuple[int, ...], ...], Call] = {}
+
+        def call(inputs: Sequence[mx.array]) -> list[mx.array]:
+            shapes = tuple([array.shape for array in inputs])
+            launch = calls.get(shapes)
+            if launch is None:
+                if not groups:
+                    return self(inputs, outputs, groups=0, numbers=numbers)
+                if len(calls) >= _MOST_LAUNCHES:
+                    calls.clear()
+                launch = calls[shapes] = self._launch(inputs, outputs, groups, numbers, False)
+            return launch(inputs)
+
+        return call
+
+    def form(self, fixed: Sequence[int]) -> Form:
+        """Return the kernel for these values of the numbers that it must know.
+
+        Raises:
+            CompileError: it cannot be compiled for them.
+        """
+        key = tuple(fixed)
+        found = self._forms.get(key)
+        if found is None:
+            make = ViewForm if self.source.strided else PlainForm
+            name = "_".join([self._identity, *map(str, key)])
+            try:
+                found = make(self.source, key, name, self._machine)
+            except CompileError as error:
+                found = error
+            self._forms[key] = found
+        if isinstance(found, CompileError):
+            raise found
+        return found
+
+    def likely(self) -> list[tuple[int, ...]]:
+        """Return the values of its numbers for which a launch is likely to want it."""
+        values = _LIKELY if knows_numbers(self.source) else (0,)
+        return [(value,) * len(self.source.fixed) for value in values]
+
+    def _launch(
+        self,
+        inputs: Sequence[mx.array],
+        outputs: Sequence[Output],
+        groups: int,
+        numbers: Sequence[int],
+        poison: bool,
+    ) -> Call:
+        source = self.source
+        if len(numbers) != len(source.numbers) or len(inputs) != len(source.inputs):
+            expected = f"numbers {source.numbers} and inputs {source.inputs}"
+            raise mismatch(source.name, expected, f"{tuple(numbers)} and {len(inputs)} arrays")
+        if groups * self._threads > _MOST_THREADS:
+            raise mismatch(source.name, f"at most {_MOST_THREADS} threads", groups * self._threads)
+        for name, array in zip(source.inputs, inputs, strict=True):
+            if name in source.strided and array.ndim > MAX_DIMS:
+                raise mismatch(source.name, f"{name} of at most {MAX_DIMS} axes", f"shape {array.shape}")
+        known = dict(zip(source.numbers, numbers, strict=True))
+        form = self.form([known[name] if knows_numbers(source) else 0 for name in source.fixed])
+        shapes = [fold(array.shape) for array in inputs] + [fold(output.shape) for output in outputs]
+        shape = Shape(
+            outputs=tuple(output.shape for output in outputs),
+            dtypes=tuple(output.dtype for output in outputs),
+            sizes=tuple(sizes_of(groups, numbers, shapes)),
+            threads=self._threads,
+            groups=groups,
+            poison=poison,
+        )
+        return form.launch(shape)
+
+
+def knows_numbers(source: KernelSource) -> bool:
+    """Return whether a kernel's text is another for other values of its fixed numbers."""
+    text = source.body + source.scratch
+    return any(re.search(rf"\b{name}\b", text) for name in source.fixed)
+
+
+def _fault(wanted: tuple[CudaKernel, tuple[int, ...]]) -> CompileError | None:
+    kernel, fixed = wanted
+    try:
+        kernel.form(fixed)
+    except CompileError as error:
+        return error
+    return None
+
+
+@dataclass
+class CudaTarget:
+    """An NVIDIA GPU, reached through `mx.fast.precompiled_cuda_kernel` and `mx.fast.cuda_kernel`."""
+
+    machine: Machine = field(default_factory=lambda: Machine(this_device()))
+    _kernels: dict[str, CudaKernel] = field(default_factory=dict, init=False, repr=False)
+
+    name = "cuda"
+    timed = True
+
+    def __post_init__(self) -> None:
+        """Take the device's limits."""
+        self.limits = self.machine.device.limits
+
+    def chip(self) -> str:
+        """Return the name of the GPU."""
+        return self.machine.device.name
+
+    def prepare(self, weights: Iterable[mx.array]) -> int:
+        """Do nothing: a GPU streams weights from where they lie."""
+        del weights
+        return 0
+
+    def expect(self, weights: Iterable[mx.array]) -> None:
+        """Do nothing: see `prepare`."""
+        del weights
+
+    def compile(self, source: KernelSource) -> Kernel:
+        """Return the kernel, compiled once; see `metile.targets.base.Target`.
+
+        Where the text depends on numbers of the launch, it is compiled when it is launched.
+        """
+        kernel = self._kernel(source)
+        if not knows_numbers(source):
+            kernel.form(kernel.likely()[0])
+        return kernel
+
+    def compile_all(self, sources: Sequence[KernelSource]) -> list[Kernel | CompileError]:
+        """Compile many kernels in parallel, for the numbers of launches that are likely to come.
+
+        Returns:
+            The kernels; one that can be compiled for none of them gives its error in its place.
+        """
+        kernels = [self._kernel(source) for source in sources]
+        wanted = [(kernel, fixed) for kernel in kernels for fixed in kernel.likely()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            faults = dict(zip(((id(kernel), fixed) for kernel, fixed in wanted), pool.map(_fault, wanted), strict=True))
+
+        def result(kernel: CudaKernel) -> Kernel | CompileError:
+            found = [faults[id(kernel), fixed] for fixed in kernel.likely()]
+            return kernel if None in found else next(error for error in found if error is not None)
+
+        return [result(kernel) for kernel in kernels]
+
+    def _kernel(self, source: KernelSource) -> CudaKernel:
+        identity = source.identity(sources_digest())
+        if identity not in self._kernels:
+            self._kernels[identity] = CudaKernel(source, self.machine)
+        return self._kernels[identity]
