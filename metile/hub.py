@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from metile.demo import DEMO_MODELS, demo_folder
 from metile.errors import MetileError, mismatch
+from metile.random_models import is_random, load_random, random_folder
 from metile.suites import SuiteModel
 
 if TYPE_CHECKING:
@@ -44,13 +45,15 @@ def resolve(model: SuiteModel | str, *, offline: bool = False) -> Path:
         model = SuiteModel.of(model)
     if model.kind == "demo":
         return demo_folder(DEMO_MODELS[model.id])
+    if model.kind == "random":
+        return random_folder(model.id)
     if model.kind == "local":
         return _local(Path(model.id).expanduser())
     return _from_hub(model, offline=offline)
 
 
 def load(path: Path) -> tuple[Module, Any]:
-    """Load a resolved folder with mlx-lm.
+    """Load a resolved folder with mlx-lm, or draw its weights where they are random.
 
     Returns:
         The model in evaluation mode and mlx-lm's tokenizer wrapper.
@@ -58,6 +61,8 @@ def load(path: Path) -> tuple[Module, Any]:
     Raises:
         MetileError: an architecture that mlx-lm does not support, or files that it cannot read.
     """
+    if is_random(path):
+        return load_random(path)
     _local(path)
     import mlx_lm
 

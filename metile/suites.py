@@ -17,11 +17,15 @@ from typing import Any, Literal, Self, get_args
 from metile.demo import DEMO_MODELS
 from metile.errors import MetileError, mismatch
 from metile.files import data_root
+from metile.random_models import PREFIX, RANDOM_MODELS
 
-ModelKind = Literal["hub", "demo", "local"]
+ModelKind = Literal["hub", "demo", "local", "random"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
-MODEL_FORMS = f"a local model folder, a hub id of the form owner/name, or a demo checkpoint ({', '.join(DEMO_MODELS)})"
+MODEL_FORMS = (
+    f"a local model folder, a hub id of the form owner/name, or a demo checkpoint ({', '.join(DEMO_MODELS)}),"
+    f" or random weights ({', '.join(RANDOM_MODELS)})"
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class SuiteModel:
-    """A model to tune: a hub id with an optional revision, a demo checkpoint, or a local folder."""
+    """A model to tune: a hub id with an optional revision, a demo checkpoint, a local folder, or random weights."""
 
     id: str
     revision: str | None
@@ -94,11 +98,13 @@ class SuiteModel:
         """Classify a model named on the command line; an existing folder wins over a hub id.
 
         Raises:
-            MetileError: neither a folder, nor a hub id, nor a demo checkpoint.
+            MetileError: neither a folder, nor a hub id, nor a demo checkpoint, nor a random model.
         """
         if text in DEMO_MODELS:
             return cls(text, None, "demo")
-        if not text.startswith("demo:"):
+        if text in RANDOM_MODELS:
+            return cls(text, None, "random")
+        if not text.startswith(("demo:", PREFIX)):
             if text and Path(text).expanduser().is_dir():
                 return cls(text, None, "local")
             if HUB_ID.fullmatch(text):
@@ -189,9 +195,11 @@ def _model(op: str, table: object) -> SuiteModel:
     _keys(op, "keys of [[models]]", table, {"id", "kind"}, optional={"revision"})
     name, kind = _text(op, "id", table["id"]), table["kind"]
     if kind not in get_args(ModelKind):
-        raise mismatch(op, "a kind of hub, demo or local", _shown(kind))
+        raise mismatch(op, "a kind of hub, demo, local or random", _shown(kind))
     if kind == "demo" and name not in DEMO_MODELS:
         raise mismatch(op, f"a demo checkpoint ({', '.join(DEMO_MODELS)})", repr(name))
+    if kind == "random" and name not in RANDOM_MODELS:
+        raise mismatch(op, f"random weights ({', '.join(RANDOM_MODELS)})", repr(name))
     if kind == "hub" and not HUB_ID.fullmatch(name):
         raise mismatch(op, "a hub id of the form owner/name", repr(name))
     revision = table.get("revision")

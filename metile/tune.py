@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         action="append",
         metavar="MODEL",
-        help="hub id, local folder or demo id; in place of the suite's",
+        help="hub id, local folder, demo id or random:NAME; in place of the suite's",
     )
     add("--target", choices=TARGETS, default="auto", help="what runs the kernels (default: auto)")
     add("--output", type=Path, help="the report's file (default: metile-suite-SUITE.json)")

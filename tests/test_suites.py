@@ -210,8 +210,8 @@ MODELS = GOOD[GOOD.index("[[models]]") :]
         (MODELS, "", "but got none for models"),
         ('id = "owner/name"\n', "", "but got none for id"),
         ('id = "owner/name"', 'id = "name"', "a hub id of the form owner/name but got 'name'"),
-        ('kind = "hub"', 'kind = "zip"', "a kind of hub, demo or local but got 'zip' (str)"),
-        ('kind = "hub"', "kind = []", "a kind of hub, demo or local but got [] (list)"),
+        ('kind = "hub"', 'kind = "zip"', "a kind of hub, demo, local or random but got 'zip' (str)"),
+        ('kind = "hub"', "kind = []", "a kind of hub, demo, local or random but got [] (list)"),
         ('kind = "hub"', 'kind = "demo"', "a demo checkpoint (demo:smollm2-135m-bf16"),
         (
             'kind = "hub"',
