@@ -23,6 +23,7 @@ from typing import Any
 import mlx.core as mx
 
 from metile.check import Case, fault, make_case
+from metile.errors import MetileError
 from metile.ops.attention import AttentionKey
 from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
@@ -169,7 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--until", type=float, help="deadline as time.time() gives it")
     options = parser.parse_args(arguments)
     deadline = options.until or time.time() + options.seconds
-    target = choose_target(options.target)
+    try:
+        target = choose_target(options.target)
+    except MetileError as error:
+        print(error, file=sys.stderr)
+        return 2
     queues = [spread(list(FAMILIES[name](target.limits))) for name in options.families]
     checks = [check for rank in itertools.zip_longest(*queues) for check in rank if check is not None]
     options.log.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from gpu_record import Limits, Point, Run, Sanitizer, Tried
 from gpu_work import CONTEXTS, NAMES, ROWS, Chain, Launch, Operation, operations
 
 from metile.check import fault, first_line, make_case
+from metile.errors import MetileError
 from metile.measure import halving
 from metile.targets import choose_target, nvrtc
 from metile.targets.base import Kernel
@@ -222,7 +223,11 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; return 0 where every line has a candidate that is right."""
     options = _parser().parse_args(arguments)
-    target: Any = choose_target("cuda")
+    try:
+        target: Any = choose_target("cuda")
+    except MetileError as error:
+        print(error, file=sys.stderr)
+        return 2
     device = target.machine.device
     output = options.output or RESULTS / f"{slug(device.name)}-kernels.json"
     limits = measure_limits()

@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="say what would be searched and how long it would take, and stop",
     )
+    add("--search-seconds", type=float, metavar="S", help="most seconds of a search (default: the suite's)")
     for name, meaning in (
         ("trials", "measured pairs of the report"),
         ("confirmation-trials", "pairs on which the plan is accepted or refused"),
@@ -77,6 +78,10 @@ def _suite_of(options: argparse.Namespace) -> Suite:
         generation_tokens=options.generation_tokens,
         seed=options.seed,
     )
+    if options.search_seconds is not None:
+        if not 0 < options.search_seconds < float("inf"):
+            raise mismatch("tune", "positive --search-seconds", options.search_seconds)
+        suite = dataclasses.replace(suite, search_seconds=options.search_seconds)
     if workload.prompt_tokens < 2:
         raise mismatch("tune", "at least 2 prompt tokens, a prefix and a last one,", workload.prompt_tokens)
     return dataclasses.replace(suite, workload=workload)

@@ -145,6 +145,7 @@ def test_the_command_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     output = tmp_path / "report.json"
     options = ["--model", "random:qwen2.5-0.5b", "--target", "cpu", "--output", str(output), "--prompt-tokens", "8"]
     options += ["--generation-tokens", "4", "--trials", "1", "--confirmation-trials", "1", "--suite", "bf16-dense"]
+    options += ["--search-seconds", "5"]
     monkeypatch.setattr("metile.tuner.MAX_CANDIDATES", 2)
     monkeypatch.setattr("metile.tuner.other_buckets", lambda workload: [])
     assert main(options) == 0
@@ -152,6 +153,12 @@ def test_the_command_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert model["model"] == "random:qwen2.5-0.5b"
     assert model["model_config"]["hidden_size"] == 128
     assert model["metile"]["decisions"]
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_a_search_takes_some_seconds(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"--search-seconds={seconds}", "--suite", "bf16-dense", "--target", "cpu"]) == 2
+    assert "expected positive --search-seconds but got" in capsys.readouterr().err
 
 
 def _tiny_config() -> dict[str, Any]:
