@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from gpu_work import compiled
 
 from metile.check import Case, fault, make_case
 from metile.errors import MetileError
@@ -88,6 +89,20 @@ def attention_checks(limits: Limits) -> Iterator[Check]:
 FAMILIES = {"norm": norm_checks, "attention": attention_checks, "linear": linear_checks}
 
 
+# Of each family, in turn: MLX takes two seconds to compile a kernel of attention, and linear layers have the most.
+SHARES = {"linear": 8, "norm": 1, "attention": 1}
+
+
+def mixed(queues: dict[str, list[Check]]) -> list[Check]:
+    """Return the checks of all families in one order, each beginning of which has its share of all."""
+    order, places = [], dict.fromkeys(queues, 0)
+    while any(places[name] < len(queue) for name, queue in queues.items()):
+        for name, queue in queues.items():
+            order += queue[places[name] : places[name] + SHARES[name]]
+            places[name] += SHARES[name]
+    return order
+
+
 def spread(checks: Sequence[Check]) -> list[Check]:
     """Return the checks in an order of which every beginning is spread over all of them."""
     step = next(step for step in (61, 59, 53, 47, 1) if step == 1 or len(checks) % step)
@@ -103,10 +118,7 @@ class Runner:
 
     def compiled(self, checks: Sequence[Check]) -> list[Kernel | CompileError]:
         """Return the kernel of each, or its error."""
-        sources = [check.cases[0][0].source(check.candidate) for check in checks]
-        if hasattr(self._target, "compile_all"):
-            return list(self._target.compile_all(sources))
-        return [self._target.compile(source) for source in sources]
+        return compiled(self._target, [(check.cases[0][0], check.candidate) for check in checks])
 
     def reason(self, check: Check, kernel: Kernel | CompileError) -> str | None:
         """Return what is wrong with a candidate, or None."""
@@ -175,8 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MetileError as error:
         print(error, file=sys.stderr)
         return 2
-    queues = [spread(list(FAMILIES[name](target.limits))) for name in options.families]
-    checks = [check for rank in itertools.zip_longest(*queues) for check in rank if check is not None]
+    checks = mixed({name: spread(list(FAMILIES[name](target.limits))) for name in options.families})
     options.log.parent.mkdir(parents=True, exist_ok=True)
     if not options.first:
         options.log.write_text("")

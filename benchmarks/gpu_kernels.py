@@ -21,7 +21,7 @@ from typing import Any
 import gpu_record
 import mlx.core as mx
 from gpu_record import Limits, Point, Run, Sanitizer, Tried
-from gpu_work import CONTEXTS, NAMES, ROWS, Chain, Launch, Operation, operations
+from gpu_work import CONTEXTS, NAMES, ROWS, Chain, Launch, Operation, compiled, operations
 
 from metile.check import fault, first_line, make_case
 from metile.errors import MetileError
@@ -114,10 +114,10 @@ class Line:
         """Return the candidates that compile and are right, and what is wrong with the others."""
         key, rejected = self.operation.key, []
         chosen = candidates_of(key.space(self._target.limits), count)
-        sources = [key.source(candidate) for candidate in chosen]
+        kernels = compiled(self._target, [(key, candidate) for candidate in chosen])
         case = make_case(key, self.operation.rows, 3, time.perf_counter)
         right = {}
-        for candidate, kernel in zip(chosen, self._target.compile_all(sources), strict=True):
+        for candidate, kernel in zip(chosen, kernels, strict=True):
             wrong = str(kernel) if isinstance(kernel, CompileError) else fault(key, candidate, kernel, case)
             if wrong is None:
                 right[candidate] = kernel

@@ -114,6 +114,15 @@ def operations(names: Sequence[str], rows: Sequence[int], contexts: Sequence[int
 NAMES = ("swiglu", "matmul", "attention", "rms_norm", "add_rms_norm")
 
 
+def compiled(target: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """Return the kernel of each key and candidate, or the error that it does not compile with."""
+    sources = [(key.source(candidate), candidate) for key, candidate in pairs]
+    if hasattr(target, "compile_forms"):
+        forms = [(source, [getattr(candidate, name) for name in source.fixed]) for source, candidate in sources]
+        return list(target.compile_forms(forms))
+    return list(target.compile_all([source for source, _ in sources]))
+
+
 class Chain:
     """Launches of one operation, one after another, on weights in rotation.
 

@@ -182,6 +182,16 @@ def test_many_kernels_are_compiled_for_what_launches_want(world: World) -> None:
     assert isinstance(error, CompileError)
 
 
+def test_forms_are_compiled_as_they_are_wanted(world: World) -> None:
+    world.rejects = lambda program: "outer_k = 32;" in program.text
+    source, norm = LINEAR.source(MATRIX), NormKey(False, 1, 64, 1e-5, "float32").source(NormTile(1, 1))
+    kernels = world.target.compile_forms([(source, [64]), (source, [32]), (norm, []), (LINEAR.source(ROWS), [0])])
+    assert [isinstance(kernel, CompileError) for kernel in kernels] == [False, True, False, False]
+    assert len(world.programs) == 4
+    LINEAR.launch(kernels[0], MATRIX, LINEAR.example(16, seed=0))  # type: ignore[arg-type]
+    assert len(world.programs) == 4
+
+
 def test_a_kernel_is_compiled_once(world: World) -> None:
     target = world.target
     source = NormKey(False, 1, 64, 1e-5, "float32").source(NormTile(1, 1))

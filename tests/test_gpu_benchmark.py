@@ -224,6 +224,22 @@ def test_checks_are_spread_and_complete() -> None:
         assert len({check.name.split()[1] for check in mixed[: len(mixed) // 3]}) >= 2
 
 
+def test_families_take_turns() -> None:
+    queues = {"norm": list(range(3)), "attention": list(range(10, 12)), "linear": list(range(20, 40))}
+    order = gpu_check.mixed(queues)
+    assert order[:10] == [0, 10, *range(20, 28)]
+    assert sorted(order) == sorted([*queues["norm"], *queues["attention"], *queues["linear"]])
+
+
+def test_a_gpu_compiles_the_forms_that_are_launched() -> None:
+    pairs = [(o.key, o.key.space(HOPPER.limits)[0]) for o in lines("matmul", "rms_norm", rows=(64,))]
+    seen: list[Any] = []
+    target = SimpleNamespace(compile_forms=lambda forms: seen.extend(forms) or ["kernel"] * len(forms))
+    assert gpu_work.compiled(target, pairs) == ["kernel"] * 2
+    assert [list(fixed) for _, fixed in seen] == [[pairs[0][1].outer_k], []]
+    assert [source for source, _ in seen] == [key.source(candidate) for key, candidate in pairs]
+
+
 def test_candidates_are_checked_and_failures_told(tmp_path: Path) -> None:
     target = choose_target("cpu")
     checks = list(gpu_check.norm_checks(target.limits))[:3]
@@ -233,11 +249,10 @@ def test_candidates_are_checked_and_failures_told(tmp_path: Path) -> None:
 
         limits = target.limits
 
-        def compile(self, source: Any) -> Any:
-            kernel = target.compile(source)
-            if checks[1].cases[0][0].source(checks[1].candidate) != source:
-                return kernel
-            return lambda inputs, outputs, **_: [mx.zeros(output.shape, output.dtype) for output in outputs]
+        def compile_all(self, sources: Sequence[Any]) -> list[Any]:
+            kernels = list(target.compile_all(sources))  # type: ignore[attr-defined]
+            kernels[1] = lambda inputs, outputs, **_: [mx.zeros(output.shape, output.dtype) for output in outputs]
+            return kernels
 
     log = tmp_path / "log"
     assert gpu_check.run(checks, gpu_check.Runner(Half()), log, time.time() + 60, 0) == -1
@@ -255,7 +270,7 @@ def test_a_dead_context_ends_the_process_after_its_check(tmp_path: Path) -> None
         raise RuntimeError("cudaStreamSynchronize failed: an illegal memory access was encountered")
 
     checks = list(gpu_check.norm_checks(choose_target("cpu").limits))[:4]
-    target = SimpleNamespace(compile=lambda source: dies)
+    target = SimpleNamespace(compile_all=lambda sources: [dies] * len(sources))
     assert gpu_check.run(checks, gpu_check.Runner(target), tmp_path / "log", time.time() + 60, 1) == 1
     (line,) = (tmp_path / "log").read_text().splitlines()
     assert "illegal memory access" in json.loads(line)["fault"]

@@ -278,13 +278,19 @@ def knows_numbers(source: KernelSource) -> bool:
     return any(re.search(rf"\b{name}\b", text) for name in source.fixed)
 
 
-def _fault(wanted: tuple[CudaKernel, tuple[int, ...]]) -> CompileError | None:
-    kernel, fixed = wanted
-    try:
-        kernel.form(fixed)
-    except CompileError as error:
-        return error
-    return None
+def _faults(wanted: Sequence[tuple[CudaKernel, tuple[int, ...]]]) -> list[CompileError | None]:
+    """Compile forms in parallel; return what was wrong with each."""
+
+    def attempt(form: tuple[CudaKernel, tuple[int, ...]]) -> CompileError | None:
+        kernel, fixed = form
+        try:
+            kernel.form(fixed)
+        except CompileError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(attempt, wanted))
 
 
 @dataclass
@@ -332,14 +338,25 @@ class CudaTarget:
         """
         kernels = [self._kernel(source) for source in sources]
         wanted = [(kernel, fixed) for kernel in kernels for fixed in kernel.likely()]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            faults = dict(zip(((id(kernel), fixed) for kernel, fixed in wanted), pool.map(_fault, wanted), strict=True))
+        faults = dict(zip([(id(kernel), fixed) for kernel, fixed in wanted], _faults(wanted), strict=True))
 
         def result(kernel: CudaKernel) -> Kernel | CompileError:
             found = [faults[id(kernel), fixed] for fixed in kernel.likely()]
             return kernel if None in found else next(error for error in found if error is not None)
 
         return [result(kernel) for kernel in kernels]
+
+    def compile_forms(self, wanted: Sequence[tuple[KernelSource, Sequence[int]]]) -> list[Kernel | CompileError]:
+        """Compile kernels in parallel, each for the values of its fixed numbers that a launch will have.
+
+        Returns:
+            The kernels; one that is rejected gives its error in its place.
+        """
+        forms = [(self._kernel(source), tuple(fixed)) for source, fixed in wanted]
+        faults = _faults(
+            [(kernel, fixed if knows_numbers(kernel.source) else kernel.likely()[0]) for kernel, fixed in forms]
+        )
+        return [fault or kernel for fault, (kernel, _) in zip(faults, forms, strict=True)]
 
     def _kernel(self, source: KernelSource) -> CudaKernel:
         identity = source.identity(sources_digest())
