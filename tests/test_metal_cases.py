@@ -18,6 +18,7 @@ from metal_checks import CHECKED, FAST, WatchedTarget, check, check_attend
 from test_attention import arrays
 from test_rope import table_of
 
+from metile.files import data_root
 from metile.ops.attention import AttentionKey, AttentionTile
 from metile.ops.base import OpKey
 from metile.ops.linear import LinearKey
@@ -263,7 +264,7 @@ def test_every_barrier_of_the_vocabulary_is_missed(
     """Without any one of its barriers an operation has a race, and with all of them none."""
     whole, text = (
         metal_text.written_out("tile/metal.h"),
-        (metal_text.data_root("kernels") / "tile/metal" / file).read_text(),
+        (data_root("kernels") / "tile/metal" / file).read_text(),
     )
     barriers = [found.start() for found in re.finditer(r"\bsettle\(\);", text)]
     assert len(barriers) == sum(other == file for other, *_ in BARRIERS)
@@ -280,6 +281,6 @@ def test_every_barrier_of_the_vocabulary_is_missed(
 
 
 def test_every_barrier_of_the_vocabulary_is_listed() -> None:
-    folder = metal_text.data_root("kernels") / "tile" / "metal"
+    folder = data_root("kernels") / "tile" / "metal"
     count = sum(len(re.findall(r"\bsettle\(\);", path.read_text())) for path in folder.glob("*.h"))
     assert count == len(BARRIERS)
