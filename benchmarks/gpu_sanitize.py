@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -37,6 +38,7 @@ from metile.targets.gpu_text import sizes_of
 from metile.targets.nvrtc import Program, compile_all, compile_program
 
 TOOLS = ("memcheck", "racecheck")
+TOOLKITS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")  # where it lies if not on PATH
 AXES = 8  # of the strides in the signature of a kernel with views
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _TRIED = "kernels tried"
@@ -203,10 +205,11 @@ def compile_ahead(count: int) -> None:
 
 def sanitize(tool: str, count: int, seconds: float) -> gpu_record.Sanitizer:
     """Run the kernels under a tool of compute-sanitizer and return what it says."""
-    if shutil.which("compute-sanitizer") is None:
+    program = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), *TOOLKITS]))
+    if program is None:
         return gpu_record.Sanitizer(tool=tool, kernels=0, summary="compute-sanitizer is not on this machine")
     script = [sys.executable, str(Path(__file__).resolve()), "--child", "--count", str(count)]
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "4", *script, "--seconds", str(seconds * 0.6)]
+    command = [program, "--tool", tool, "--print-limit", "4", *script, "--seconds", str(seconds * 0.6)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:

@@ -128,6 +128,27 @@ def test_what_a_tool_says_is_read(text: str, summary: str, clean: bool) -> None:
     assert gpu_sanitize.is_clean(result) == clean
 
 
+def test_a_tool_is_run_and_its_summary_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_sanitize, "TOOLKITS", (str(tmp_path),))
+    monkeypatch.setenv("PATH", "/nowhere")
+    missing = gpu_sanitize.sanitize("memcheck", 1, 5)
+    assert missing.summary == "compute-sanitizer is not on this machine"
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\necho "7 kernels tried, 0 failed"\necho "= ERROR SUMMARY: 0 errors"\n')
+    tool.chmod(0o755)
+    clean = gpu_sanitize.sanitize("memcheck", 1, 5)
+    assert (clean.kernels, clean.summary) == (7, "ERROR SUMMARY: 0 errors")
+    assert capsys.readouterr().out == ""
+    tool.write_text('#!/bin/sh\necho "7 kernels tried, 1 failed"\necho "= ERROR SUMMARY: 2 errors"\n')
+    assert not gpu_sanitize.is_clean(gpu_sanitize.sanitize("racecheck", 1, 5))
+    assert "1 failed" in capsys.readouterr().out
+    tool.write_text("#!/bin/sh\nexec sleep 20\n")
+    assert gpu_sanitize.sanitize("racecheck", 1, 0.3).summary == "no end within 0 s"
+
+
 def test_every_family_is_among_the_small_launches() -> None:
     pairs = list(gpu_sanitize.chosen(2, HOPPER.limits))
     families = {key.family for key, _ in pairs}
