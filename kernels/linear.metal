@@ -37,7 +37,7 @@ struct SwiGLU {  // silu(gate) * up
 };
 
 // x and the weights of a block come in slices of k of the given depth. DEPTH is that depth where a target stages them
-// in memory it must know the size of, 0 otherwise.
+// in memory it must know the size of, 0 otherwise. An accumulator that takes all of k cuts it into slices by itself.
 template <typename T, typename Epilogue, int BM, int BN, int WM, int WN, int KU, int DEPTH>
 inline void linear_matrix(Matrix<const device T> x, thread const Matrix<const device T> (&w)[Epilogue::operands],
                           Matrix<device T> y, thread const Epilogue& epilogue, Index slice, Schedule schedule, Group group) {
@@ -47,10 +47,11 @@ inline void linear_matrix(Matrix<const device T> x, thread const Matrix<const de
   Stage<T, BM, DEPTH> staged;
   Sums sums(group, 0);
   Index k = 0;
-  for (; k + slice < x.columns; k += slice) {
-    staged.load(group, Sums::bytes(slice), x, m0, k, slice);
-    sums.multiply_accumulate(staged, w, n0, k, slice, k == 0);
-  }
+  if (!Sums::takes_all)
+    for (; k + slice < x.columns; k += slice) {
+      staged.load(group, Sums::bytes(slice), x, m0, k, slice);
+      sums.multiply_accumulate(staged, w, n0, k, slice, k == 0);
+    }
   staged.load(group, Sums::bytes(slice), x, m0, k, x.columns - k);
   sums.store(staged, w, y, m0, n0, k, k == 0, epilogue);
 }

@@ -15,7 +15,7 @@ from metile import decoder
 from metile.instances import state_of
 from metile.ops.attention import AttentionKey, token_bucket
 from metile.ops.base import DTYPES
-from metile.patched import TRACED, Entry, MlpState, Runtime, State
+from metile.patched import EAGER_TARGETS, TRACED, Entry, MlpState, Runtime, State
 from metile.rotary import rope_kind
 from metile.sites import Site
 from metile.targets.base import Kernel
@@ -125,7 +125,8 @@ class AttentionState(DecoderState):
     def _launch(self, entry: Entry, inputs: tuple[mx.array, ...], scale: float, causal: bool) -> mx.array:
         key = entry.key
         assert isinstance(key, AttentionKey)
-        mx.eval(inputs)  # together: one by one they would wake MLX's thread three times
+        if self.runtime.target.name in EAGER_TARGETS:
+            mx.eval(inputs)  # together: one by one they would wake MLX's thread three times
 
         def launch(kernel: Kernel) -> list[mx.array]:
             return [key.attend(kernel, entry.candidate, inputs, scale=scale, causal=causal)]

@@ -265,6 +265,39 @@ inline void multiply_fragments(T, float (&c)[4], const uint (&a)[4], uint b0, ui
     }
 }
 
+// A warpgroup's operand: rows of 128 bytes whose 16 bytes are exchanged by the address, from column k on. Products are
+// done at once: what a GPU would still be reading when it is fetched over is not seen here.
+struct GroupOperand {
+  const char* rows;
+  int k;
+  float at(float (*value)(ushort), int row, int column) const {
+    const char* from = rows + row * 128 + (((k + column) / 8) ^ row % 8) * 16 + (k + column) % 8 * 2;
+    return value(*(const ushort*)from);
+  }
+};
+inline GroupOperand group_operand(const char* rows, int k) {
+  if (uintptr_t(rows) % 1024) emulated::fail("an operand of a warpgroup is not aligned");
+  return {rows, k};
+}
+inline void publish_to_groups() {}
+inline void group_begin() {}
+inline void group_commit() {}
+template <int LEFT>
+inline void group_wait() {}
+template <typename T, int TM>
+inline void multiply_groups(T, float (&c)[TM][4], GroupOperand w, GroupOperand x) {
+  const auto value = [](ushort bits) {
+    T narrow;
+    narrow.bits = bits;
+    return float(narrow);
+  };
+  const int lane = emulated::current % 32, first = emulated::current / 32 % 4 * 16;
+  for (int i = 0; i < TM; ++i)
+    for (int e = 0; e < 4; ++e)
+      for (int k = 0; k < 16; ++k)
+        c[i][e] += w.at(value, first + lane / 4 + e / 2 * 8, k) * x.at(value, i * 8 + lane % 4 * 2 + e % 2, k);
+}
+
 template <typename T>
 inline uint packed(T, float low, float high) { return T(low).bits | uint(T(high).bits) << 16; }
 

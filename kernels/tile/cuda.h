@@ -12,6 +12,9 @@
 #ifndef METILE_EMULATED
 #undef __device__  // the compiler's macro says `device`, a word that programs use, and that is nothing here
 #define inline __attribute__((__device__)) __forceinline__
+#define METILE_CALLED __attribute__((__device__, __noinline__))
+#else
+#define METILE_CALLED __attribute__((noinline))
 #endif
 #define kernel
 #define device
@@ -20,7 +23,7 @@
 #define thread
 
 #ifndef METILE_STAGES
-#define METILE_STAGES 3
+#define METILE_STAGES 4
 #endif
 
 typedef int Index;
@@ -32,6 +35,7 @@ typedef unsigned short ushort;
 
 #include "cuda/group.h"
 #include "cuda/machine.h"
+#include "cuda/warpgroup.h"
 #include "cuda/arrays.h"
 #include "cuda/values.h"
 #include "cuda/team.h"

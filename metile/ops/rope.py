@@ -84,7 +84,6 @@ class RopeKey:
             ("q", "k", "v", "table"),
             ("q_out", "k_out", "v_out"),
             ("offset", "heads", "shared"),
-            strided=("q", "k", "v"),
             simdgroups=candidate.simdgroups,
         )
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from metile.errors import mismatch
+from metile.targets import cuda_modules
 from metile.targets.base import Kernel, KernelSource, Output
 from metile.targets.compiler import CompileError, sources_digest
 from metile.targets.cuda_device import CudaDevice, this_device
@@ -99,15 +100,17 @@ class PlainForm:
     """A form without views: a binary that MLX loads."""
 
     def __init__(self, source: KernelSource, fixed: Sequence[int], name: str, machine: Machine) -> None:
-        self._source, self._name, self._machine = source, name, machine
-        program = Program(source.name, kernel_text(source, fixed, name), (SCRATCH,), OPTIONS)
+        self._source, self._machine = source, machine
+        self._name = f"{name}_{machine.device.architecture}"
+        program = Program(source.name, kernel_text(source, fixed, self._name), (SCRATCH,), OPTIONS)
         self._binary = machine.binary(program)
-        self._is_loaded = False
+        self._handed: bytes | None = None  # to MLX at every launch, once it is known to work
 
     def launch(self, shape: Shape) -> Call:
         """Return the launch of a shape."""
-        self._load(shape.threads)
-        run, arguments = self._machine.precompiled, self._arguments(shape, b"")
+        if self._handed is None:
+            self._handed = self._load(shape.threads)
+        run, arguments = self._machine.precompiled, self._arguments(shape, self._handed)
         return lambda inputs: run(inputs=inputs, **arguments)
 
     def _arguments(self, shape: Shape, cubin: bytes) -> dict[str, Any]:
@@ -120,22 +123,26 @@ class PlainForm:
             **shape.arguments,
         }
 
-    def _load(self, threads: int) -> None:
-        """Have MLX load the binary, by a launch that does nothing.
-
-        MLX copies the bytes that it is handed at every launch, and once a kernel is loaded looks at its name only: so
-        they are handed to it once.
-        """
-        if self._is_loaded:
-            return
+    def _load(self, threads: int) -> bytes:
+        """Have MLX load the binary, by a launch that does nothing; return what launches have to hand over."""
         source, count = self._source, len(self._source.outputs)
         nothing = Shape(((1,),) * count, (mx.float32,) * count, (0,) * count_of(source), threads, 1, False)
         inputs = [mx.zeros((1,)) for _ in source.inputs]
+
+        def attempt(cubin: bytes) -> None:
+            mx.eval(self._machine.precompiled(inputs=inputs, **self._arguments(nothing, cubin)))
+
         try:
-            mx.eval(self._machine.precompiled(inputs=inputs, **self._arguments(nothing, self._binary.cubin)))
+            with cuda_modules.offered(self._name, self._binary.cubin):
+                attempt(b"")
+            return b""
+        except (OSError, RuntimeError):
+            pass
+        try:
+            attempt(self._binary.cubin)
         except RuntimeError as error:
             raise CompileError(f"[cuda] {source.name}: {error}") from error
-        self._is_loaded = True
+        return self._binary.cubin
 
 
 class ViewForm:

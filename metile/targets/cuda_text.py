@@ -125,6 +125,6 @@ def _statements(source: KernelSource, known: dict[str, int], views: Sequence[str
 
 
 _PROLOGUE = """if (int(blockIdx.x) >= sizes[0]) return;
-  extern __shared__ float4 memory[];
+  extern __shared__ __attribute__((aligned(1024))) char memory[];
   const Group group = {Index(blockIdx.x), int(threadIdx.x), int(threadIdx.x / 32), int(threadIdx.x % 32),
-                       (char*)memory};"""
+                       memory};"""

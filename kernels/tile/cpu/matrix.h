@@ -86,6 +86,7 @@ template <typename T, int P, int BM, int BN, int WM, int WN, int KU, int DEPTH>
 struct Accumulator {
   static constexpr int tile_m = BM / WM, tile_n = BN / WN;
   static constexpr int panels = tile_m / metile::lanes;
+  static constexpr bool takes_all = false;
   static constexpr long block_bytes = long(P) * BN * BM * 4;
   typedef metile::Weights<T, P, tile_n> Weights;
   typedef typename metile::Unit<T>::type unit;

@@ -4,7 +4,8 @@
 
 // Weights come in slices of DEPTH through a ring in shared memory, together with those of x; or from where they lie if
 // DEPTH is 0, KU turns of k at a time: a turn is 32 of k, 8 side by side in a lane, and two fragments. That is a
-// permutation of k, the same in x and in the weights. Where BM has fewer than 8 rows for each of the WM warps, the
+// permutation of k, the same in x and in the weights. With KU = 4 and a DEPTH of 64, warpgroups multiply a whole slice
+// while they fetch another: see warpgroup.h. Where BM has fewer than 8 rows for each of the WM warps, the
 // warps that are too many share k, and the sums are added at the end.
 template <typename T, int P, int BM, int BN, int WM, int WN, int KU, int DEPTH>
 struct Accumulator {
@@ -16,10 +17,13 @@ struct Accumulator {
   static constexpr int turn = exact ? held : 4 * held;  // of k
   static constexpr int stride = staged_stride<T, DEPTH>();
   static constexpr int slice_bytes = DEPTH ? P * BN * stride : 0;
+  static constexpr bool grouped = KU == 4 && DEPTH == 64 && !exact;
+  static constexpr bool takes_all = true;
   static constexpr int lane_sums = P * TN * TM * 4;
   static_assert(BM % 8 == 0 && WM % split == 0 && tile_m % 8 == 0 && tile_n % 16 == 0, "a tile is whole fragments");
   static_assert(DEPTH % 16 == 0, "a slice is whole fragments");
   static_assert(WM * WN == group_simdgroups, "every warp has a tile");
+  static_assert(!grouped || (TN == 1 && WN % 4 == 0 && split == 1 && group_stages > 2), "a warpgroup has 64 rows");
   Group group;
   int m, n, part;  // of this warp's tile in the block, and of its share of k
   int place;       // of the next slice in the ring
@@ -34,40 +38,31 @@ struct Accumulator {
       : group(of), m(of.simdgroup / WN % warps_m * tile_m), n(of.simdgroup % WN * tile_n),
         part(of.simdgroup / WN / warps_m), place(0), memory(of.memory<char>(offset)) {}
 
-  // += x[:, k0 : k0+depth] . w[n0 : n0+BN, k0 : k0+depth]^T, or = where this is the first slice of k. Slices of a ring
-  // come in order, all of them DEPTH but the last.
+  // += x[:, k0 : k0+depth] . w[n0 : n0+BN, k0 : k0+depth]^T, or = where this is the first slice of k; from where the
+  // weights lie.
   template <int D>
   inline void multiply_accumulate(Stage<T, BM, D>& x, const Matrix<const T> (&w)[P], Index n0, Index k0, Index depth,
                                   bool first) {
-    if (first) clear();
-    if constexpr (DEPTH > 0) {
-      static_assert(D == DEPTH, "x and the weights share a ring");
-      constexpr int ahead = group_stages - 1;
-      if (first) {
-        place = 0;
-        settle();  // what was there has been read
-#pragma unroll 1
-        for (int s = 0; s < ahead; ++s) fetch(x, w, n0, s, k0 + s * DEPTH);
-      }
-      copy_wait<ahead - 1>();
-      settle();  // all have this slice, and none is at work on the one before
-      fetch(x, w, n0, place ? place - 1 : ahead, k0 + ahead * DEPTH);
-      if (is_idle(x, w, n0)) return advance();
-#pragma unroll
-      for (int k = 0; k < DEPTH; k += 16)
-        if (split == 1 || k / 16 % split == part) staged_turn(x, k);
-      advance();
-    } else {
+    if constexpr (DEPTH == 0) {  // slices of a ring come all together: see store
+      if (first) clear();
       x.bring(group);
-      if (!is_idle(x, w, n0)) direct(x, w, n0, k0, k0 + depth);
+      if (is_idle(x, w, n0)) return;
+      if (are_aligned(x.x, w)) direct<true>(x, w, n0, k0, k0 + depth);
+      else direct<false>(x, w, n0, k0, k0 + depth);
     }
   }
 
-  // The last slice and the epilogue, on the sums in their registers.
+  // All of k and the epilogue, on the sums in their registers.
   template <typename E>
   inline void store(Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Matrix<T> y, Index m0, Index n0, Index k0,
                     bool first, const E& epilogue) {
-    multiply_accumulate(x, w, n0, k0, w[0].columns - k0, first);
+    if constexpr (DEPTH == 0) {
+      multiply_accumulate(x, w, n0, k0, w[0].columns - k0, first);
+    } else {
+      clear();
+      if (are_aligned(x.x, w)) slices<true>(x, w, n0);
+      else slices<false>(x, w, n0);
+    }
     if (split > 1) join();
     if (part) return;
 #pragma unroll
@@ -91,25 +86,71 @@ struct Accumulator {
     for (int e = 0; e < lane_sums; ++e) sums[e / (TN * TM * 4)][e / (TM * 4) % TN][e / 4 % TM][e % 4] = 0.0f;
   }
 
-  inline void advance() { place = place + 1 == group_stages ? 0 : place + 1; }
-
   // A tile beyond the edge.
   template <int D>
   inline bool is_idle(const Stage<T, BM, D>& x, const Matrix<const T> (&w)[P], Index n0) const {
     return x.first + m >= x.x.rows || n0 + n >= w[0].rows;
   }
 
+  // All slices of k, through the ring.
+  template <bool WHOLE>
+  inline void slices(const Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Index n0) {
+    constexpr bool by_groups = grouped && WHOLE;
+    constexpr int ahead = group_stages - (by_groups ? 2 : 1);  // slices on their way; a product may still read one
+#pragma unroll 1
+    for (int s = 0; s < ahead; ++s) fetch<WHOLE>(x, w, n0, s, s * DEPTH);
+#pragma unroll 1
+    for (Index k = 0; k < w[0].columns; k += DEPTH) {
+      copy_wait<ahead - 1>();
+      if constexpr (by_groups) publish_to_groups();
+      settle();  // all have this slice, and none is at work on the one that is fetched over
+      const int free = place + ahead < group_stages ? place + ahead : place + ahead - group_stages;
+      if constexpr (by_groups) {
+        grouped_slice(x);
+        fetch<WHOLE>(x, w, n0, free, k + ahead * DEPTH);
+        group_wait<1>();
+      } else {
+        fetch<WHOLE>(x, w, n0, free, k + ahead * DEPTH);
+        if (!is_idle(x, w, n0)) staged_slice(x);
+      }
+      place = place + 1 == group_stages ? 0 : place + 1;
+    }
+    if constexpr (by_groups) group_wait<0>();
+  }
+
+  template <bool WHOLE>
   inline void fetch(const Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Index n0, int to, Index k) const {
     if (k < w[0].columns) {
-      x.fetch(group, to, k);
+      x.template fetch<WHOLE>(group, to, k);
 #pragma unroll
       for (int p = 0; p < P; ++p)
-        fetch_rows<true, BN, DEPTH>(group, memory + to * slice_bytes + p * BN * stride, w[p], n0, k);
+        fetch_rows<true, WHOLE, BN, DEPTH>(group, memory + to * slice_bytes + p * BN * stride, w[p], n0, k);
     }
     copy_commit();  // a slice past the end is a group with nothing in it
   }
 
-  inline const char* weights(int p, int row) const { return memory + place * slice_bytes + (p * BN + row) * stride; }
+  // 16 bytes of a row of the weights' slice.
+  inline const char* weights(int p, int row, int chunk) const {
+    return memory + place * slice_bytes + staged_place<T, DEPTH>(p * BN + row, chunk);
+  }
+
+  // A slice by its warpgroup. Products are done in order, and are waited for later.
+  inline void grouped_slice(const Stage<T, BM, DEPTH>& x) {
+    group_begin();
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 16)
+#pragma unroll
+      for (int p = 0; p < P; ++p)
+        multiply_groups(T(), sums[p][0], group_operand(weights(p, n / 64 * 64, 0), k),
+                        group_operand(x.at(place, m, 0), k));
+    group_commit();
+  }
+
+  inline void staged_slice(const Stage<T, BM, DEPTH>& x) {
+#pragma unroll
+    for (int k = 0; k < DEPTH; k += 16)
+      if (split == 1 || k / 16 % split == part) staged_turn(x, k);
+  }
 
   // 16 of k, k elements into the slice.
   inline void staged_turn(const Stage<T, BM, DEPTH>& x, int k) {
@@ -121,14 +162,14 @@ struct Accumulator {
         for (int i = 0; i < TM; ++i)
 #pragma unroll
           for (int e = 0; e < 2; ++e)
-            rows[i][e] = *(const Words*)(x.row(place, m + i * 8 + 2 * group.pair() + e) + (k + s) * 4);
+            rows[i][e] = *(const Words*)x.at(place, m + i * 8 + 2 * group.pair() + e, (k + s) / held);
 #pragma unroll
         for (int p = 0; p < P; ++p)
 #pragma unroll
           for (int j = 0; j < TN; ++j)
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-              columns[p][j][e] = *(const Words*)(weights(p, n + j * 16 + e * 8 + group.four()) + (k + s) * 4);
+              columns[p][j][e] = *(const Words*)weights(p, n + j * 16 + e * 8 + group.four(), (k + s) / held);
         multiply_words(rows, columns);
       }
     } else {
@@ -138,20 +179,20 @@ struct Accumulator {
 #pragma unroll
         for (int i = 0; i < TM; i += 2) {
           uint two[4];
-          load_matrices(two, x.row(place, m + i * 8 + lane / 16 * 8 + lane % 8) + (k + lane / 8 % 2 * 8) * 2);
+          load_matrices(two, x.at(place, m + i * 8 + lane / 16 * 8 + lane % 8, k / 8 + lane / 8 % 2));
           b[i][0] = two[0], b[i][1] = two[1], b[i + 1][0] = two[2], b[i + 1][1] = two[3];
         }
       } else {
 #pragma unroll
         for (int i = 0; i < TM; ++i)
-          load_matrices(b[i], x.row(place, m + i * 8 + lane % 8) + (k + lane / 8 % 2 * 8) * 2);
+          load_matrices(b[i], x.at(place, m + i * 8 + lane % 8, k / 8 + lane / 8 % 2));
       }
 #pragma unroll
       for (int p = 0; p < P; ++p)
 #pragma unroll
         for (int j = 0; j < TN; ++j) {
           uint a[4];
-          load_matrices(a, weights(p, n + j * 16 + lane % 16) + (k + lane / 16 * 8) * 2);
+          load_matrices(a, weights(p, n + j * 16 + lane % 16, k / 8 + lane / 16));
 #pragma unroll
           for (int i = 0; i < TM; ++i) multiply_fragments(T(), sums[p][j][i], a, b[i][0], b[i][1]);
         }
@@ -159,10 +200,9 @@ struct Accumulator {
   }
 
   // All of k0 .. end from where the weights lie. The next KU turns of weights are under way while these are multiplied.
-  template <int D>
+  template <bool WHOLE, int D>
   inline void direct(const Stage<T, BM, D>& x, const Matrix<const T> (&w)[P], Index n0, Index k0, Index end) {
     const int lane_k = exact ? 0 : group.pair() * held;
-    const bool whole = x.x.is_aligned(), whole_w = are_aligned(w);
     const T* rows[P][TN][2];
 #pragma unroll
     for (int p = 0; p < P; ++p)
@@ -174,7 +214,7 @@ struct Accumulator {
     constexpr int advance = KU * turn * split;
     Words next[KU][P][TN][2];
     Index k = k0 + part * KU * turn;
-    weights_at(next, rows, w, k + lane_k, end, whole_w);
+    weights_at<WHOLE>(next, rows, w, k + lane_k, end);
     for (; k < end; k += advance) {
       Words now[KU][P][TN][2];
 #pragma unroll
@@ -185,7 +225,7 @@ struct Accumulator {
           for (int j = 0; j < TN; ++j)
 #pragma unroll
             for (int e = 0; e < 2; ++e) now[u][p][j][e] = next[u][p][j][e];
-      weights_at(next, rows, w, k + advance + lane_k, end, whole_w);
+      weights_at<WHOLE>(next, rows, w, k + advance + lane_k, end);
 #pragma unroll
       for (int u = 0; u < KU; ++u) {
         constexpr int each = exact ? 2 : 1;
@@ -195,14 +235,15 @@ struct Accumulator {
 #pragma unroll
           for (int e = 0; e < each; ++e)
             part_of_x[i][e] = x.words(m + i * 8 + (exact ? 2 * group.pair() + e : group.four()),
-                                      k - k0 + u * turn + lane_k, whole);
+                                      k - k0 + u * turn + lane_k, WHOLE);
         multiply_words(part_of_x, now[u]);
       }
     }
   }
 
+  template <bool WHOLE>
   inline void weights_at(Words (&to)[KU][P][TN][2], const T* const (&rows)[P][TN][2], const Matrix<const T> (&w)[P],
-                         Index k, Index end, bool whole) const {
+                         Index k, Index end) const {
 #pragma unroll
     for (int u = 0; u < KU; ++u)
 #pragma unroll
@@ -212,12 +253,12 @@ struct Accumulator {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const Index at = k + u * turn;
-            to[u][p][j][e] = load_words<warps_m == 1>(rows[p][j][e] + at * w[p].step, end - at, w[p].step, whole);
+            to[u][p][j][e] = load_words<warps_m == 1>(rows[p][j][e] + at * w[p].step, end - at, w[p].step, WHOLE);
           }
   }
 
-  static inline bool are_aligned(const Matrix<const T> (&w)[P]) {
-    bool all = true;
+  static inline bool are_aligned(const Matrix<const T>& x, const Matrix<const T> (&w)[P]) {
+    bool all = x.is_aligned();
     for (int p = 0; p < P; ++p) all = all && w[p].is_aligned();
     return all;
   }

@@ -27,8 +27,7 @@ struct QueryBlock {
   static constexpr bool exact = is_float(T());
   static constexpr int tile_m = BQ / group_simdgroups;
   static constexpr int TM = tile_m / 8, TN = BK / 16, TD = D / 16;
-  static constexpr int stride = staged_stride<T, D>();
-  static constexpr Index bytes = exact ? 0 : BK * stride;  // a block of values
+  static constexpr Index bytes = exact ? 0 : BK * staged_stride<T, D>();  // a block of values
   static_assert(tile_m % 8 == 0 && BK % 16 == 0 && D % 16 == 0, "a tile is whole fragments");
   Group group;
   char* memory;
@@ -69,7 +68,8 @@ struct QueryBlock {
       add_exact(weights, v, n0);
     } else {
       settle();  // the block before has been read
-      fetch_rows<true, BK, D>(group, memory, v, n0, 0);
+      if (v.is_aligned()) fetch_rows<true, true, BK, D>(group, memory, v, n0, 0);
+      else fetch_rows<true, false, BK, D>(group, memory, v, n0, 0);
       copy_commit();
       copy_wait<0>();
       settle();
@@ -85,7 +85,7 @@ struct QueryBlock {
 #pragma unroll
         for (int d = 0; d < TD; ++d) {
           uint a[4];
-          load_turned(a, memory + (j * 16 + lane / 16 * 8 + lane % 8) * stride + (d * 16 + lane / 8 % 2 * 8) * 2);
+          load_turned(a, memory + staged_place<T, D>(j * 16 + lane / 16 * 8 + lane % 8, d * 2 + lane / 8 % 2));
 #pragma unroll
           for (int i = 0; i < TM; ++i) multiply_fragments(T(), outputs[i][d], a, b[i][0], b[i][1]);
         }

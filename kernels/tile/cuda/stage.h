@@ -1,10 +1,19 @@
 // Staging: slices of rows in shared memory, brought there ahead of their use, and handed out in fragments.
 #pragma once
 
-// Rows in shared memory stand 16 bytes further apart than they are long. The distance is an odd number of 16 bytes, so
-// that the 8 rows that an instruction reads at once lie in 8 different groups of banks.
+// Rows of 128 bytes lie side by side, the 16 bytes of each exchanged by the row: the order that warpgroups multiply in.
+// Other rows stand 16 bytes further apart than they are long. Either way the 8 rows that an instruction reads at once
+// lie in 8 different groups of banks.
 template <typename T, int DEPTH>
-inline constexpr int staged_stride() { return DEPTH * int(sizeof(T)) + 16; }
+inline constexpr bool is_exchanged() { return DEPTH * int(sizeof(T)) == 128; }
+template <typename T, int DEPTH>
+inline constexpr int staged_stride() { return DEPTH * int(sizeof(T)) + (is_exchanged<T, DEPTH>() ? 0 : 16); }
+
+// Where in a slice the 16 bytes `chunk` of a row stand.
+template <typename T, int DEPTH>
+inline constexpr int staged_place(int row, int chunk) {
+  return row * staged_stride<T, DEPTH>() + (is_exchanged<T, DEPTH>() ? chunk ^ row % 8 : chunk) * 16;
+}
 
 // The 16 rows of weights of a fragment are taken in the order 0 2 4 .. 14 1 3 .. 15: the sums of two neighbours, side
 // by side in y, then meet in one lane.
@@ -15,16 +24,16 @@ template <bool PAIRED, int DEPTH, typename T>
 inline Words* place_of(Matrix<const T>, char* slice, int i) {
   constexpr int chunks = DEPTH / Held<T>::count;
   const int row = i / chunks;
-  return (Words*)(slice + (PAIRED ? paired_row(row) : row) * staged_stride<T, DEPTH>() + i % chunks * 16);
+  return (Words*)(slice + staged_place<T, DEPTH>(PAIRED ? paired_row(row) : row, i % chunks));
 }
 
-// Begin to bring ROWS x DEPTH of a matrix to shared memory, zero beyond its edges; all threads take part.
-template <bool PAIRED, int ROWS, int DEPTH, typename T>
+// Begin to bring ROWS x DEPTH of a matrix to shared memory, zero beyond its edges; all threads take part. WHOLE if 16
+// bytes of it can be moved at once.
+template <bool PAIRED, bool WHOLE, int ROWS, int DEPTH, typename T>
 inline void fetch_rows(Group group, char* to, Matrix<const T> from, Index first_row, Index first_column) {
   constexpr int held = Held<T>::count, chunks = DEPTH / held;
   static_assert(DEPTH % held == 0, "a slice is whole 16 bytes");
-  const bool whole = from.is_aligned();
-  if (whole && group_threads % chunks == 0) {  // a thread stays in its column
+  if constexpr (WHOLE && group_threads % chunks == 0) {  // a thread stays in its column
     constexpr int apart = group_threads / chunks, turns = (ROWS + apart - 1) / apart;
     const int own = group.thread_index / chunks;
     const Index k = first_column + group.thread_index % chunks * held;
@@ -37,15 +46,15 @@ inline void fetch_rows(Group group, char* to, Matrix<const T> from, Index first_
         copy_async(place_of<PAIRED, DEPTH>(from, to, group.thread_index + i * group_threads),
                    inside ? source : from.data, inside ? 16 : 0);
     }
-    return;
-  }
+  } else {
 #pragma unroll 1
-  for (int i = group.thread_index; i < ROWS * chunks; i += group_threads) {
-    const Index m = first_row + i / chunks, k = first_column + i % chunks * held;
-    const Index count = m < from.rows ? from.columns - k : 0;
-    Words* place = place_of<PAIRED, DEPTH>(from, to, i);
-    if (whole) copy_async(place, count > 0 ? from.at(m, k) : from.data, count > 0 ? 16 : 0);
-    else *place = load_words<true>(from.at(m, k), count, from.step, false);
+    for (int i = group.thread_index; i < ROWS * chunks; i += group_threads) {
+      const Index m = first_row + i / chunks, k = first_column + i % chunks * held;
+      const Index count = m < from.rows ? from.columns - k : 0;
+      Words* place = place_of<PAIRED, DEPTH>(from, to, i);
+      if (WHOLE) copy_async(place, count > 0 ? from.at(m, k) : from.data, count > 0 ? 16 : 0);
+      else *place = load_words<true>(from.at(m, k), count, from.step, false);
+    }
   }
 }
 
@@ -53,8 +62,7 @@ inline void fetch_rows(Group group, char* to, Matrix<const T> from, Index first_
 // DEPTH is 0. A stage that does not feed a ring of its own DEPTH, as queries do, is brought once.
 template <typename T, int BM, int DEPTH>
 struct Stage {
-  static constexpr int stride = staged_stride<T, DEPTH>();
-  static constexpr int slice_bytes = DEPTH ? BM * stride : 0;
+  static constexpr int slice_bytes = DEPTH ? BM * staged_stride<T, DEPTH>() : 0;
   Matrix<const T> x;
   Index first, from, end;  // of rows and columns
   char* memory;
@@ -69,27 +77,32 @@ struct Stage {
   }
 
   // Begin to bring the slice at k0 to a place of the ring.
+  template <bool WHOLE>
   inline void fetch(Group group, int place, Index k0) const {
-    if constexpr (DEPTH > 0) fetch_rows<false, BM, DEPTH>(group, memory + place * slice_bytes, x, first, k0);
+    if constexpr (DEPTH > 0) fetch_rows<false, WHOLE, BM, DEPTH>(group, memory + place * slice_bytes, x, first, k0);
   }
 
   // The slice as it was loaded, once, without a ring.
   inline void bring(Group group) {
     if (DEPTH == 0 || settled) return;
     settle();  // what was there has been read
-    fetch(group, 0, from);
+    if (x.is_aligned()) fetch<true>(group, 0, from);
+    else fetch<false>(group, 0, from);
     copy_commit();
     copy_wait<0>();
     settle();
     settled = true;
   }
 
-  inline const char* row(int place, int m) const { return memory + place * slice_bytes + m * stride; }
+  // 16 bytes of row m, of a place of the ring.
+  inline const char* at(int place, int m, int chunk) const {
+    return memory + place * slice_bytes + staged_place<T, DEPTH>(m, chunk);
+  }
 
   // A lane's 16 bytes of row m, k elements into the slice.
   inline Words words(int m, Index k, bool whole) const {
     if constexpr (DEPTH > 0) {
-      return k < end - from ? *(const Words*)(row(0, m) + k * Index(sizeof(T))) : Words{{0, 0, 0, 0}};
+      return k < end - from ? *(const Words*)at(0, m, k / Held<T>::count) : Words{{0, 0, 0, 0}};
     } else {
       return load_words<false>(x.at(min_of(first + m, x.rows - 1), from + k), end - from - k, x.step, whole);
     }

@@ -122,9 +122,9 @@ inline void unpack(float, float (&to)[4], Words words) {
   for (int i = 0; i < 4; ++i) to[i] = float_of_bits(int(words.at[i]));
 }
 
-// 16 bytes of a row from `from` on, zero past `count` elements; `whole` if they can be moved at once.
-template <bool ONCE, typename T>
-inline Words load_words(const T* from, Index count, long long step, bool whole) {
+// The same an element at a time. Not inline: it is rarely needed, and a binary is copied at every launch.
+template <typename T>
+METILE_CALLED Words gathered_words(const T* from, Index count, long long step) {
   constexpr int held = Held<T>::count;
   union {
     Words words;
@@ -132,8 +132,6 @@ inline Words load_words(const T* from, Index count, long long step, bool whole) 
     uint bits[4];
   } to;
   to.words = Words{{0, 0, 0, 0}};
-  if (count <= 0) return to.words;
-  if (whole) return ONCE ? load_once(from) : load_again(from);
 #pragma unroll
   for (int i = 0; i < held; ++i)
     if (i < count) {
@@ -141,4 +139,12 @@ inline Words load_words(const T* from, Index count, long long step, bool whole) 
       else to.bits[i] = *(const uint*)(from + i * step);
     }
   return to.words;
+}
+
+// 16 bytes of a row from `from` on, zero past `count` elements; `whole` if they can be moved at once.
+template <bool ONCE, typename T>
+inline Words load_words(const T* from, Index count, long long step, bool whole) {
+  if (count <= 0) return Words{{0, 0, 0, 0}};
+  if (!whole) return gathered_words(from, count, step);
+  return ONCE ? load_once(from) : load_again(from);
 }

@@ -8,6 +8,7 @@ template <typename T, int P, int BM, int BN, int WM, int WN, int KU, int DEPTH>
 struct Accumulator {
   static constexpr constant int tile_m = BM / WM, tile_n = BN / WN;
   static constexpr constant int TM = tile_m / fragment_size, TN = tile_n / fragment_size;
+  static constexpr constant bool takes_all = false;
   static constexpr constant int step = KU * fragment_size;
   static constexpr constant int stride = staged_stride<T, DEPTH>();
   Group group;
