@@ -18,7 +18,7 @@ from metile.dispatch import Decision
 from metile.ops.attention import AttentionKey
 from metile.ops.base import OpKey
 from metile.ops.linear import LinearKey
-from metile.ops.linear_gpu import threadgroup_bytes
+from metile.ops.linear_metal import threadgroup_bytes
 from metile.ops.linear_tile import LinearTile
 from metile.ops.norm import NormKey, NormTile
 from metile.ops.rope import RopeKey, RopeTile

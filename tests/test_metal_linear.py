@@ -19,7 +19,7 @@ from metal_checks import CHECKED, FAST, WatchedTarget, check, reference
 from metile.errors import MetileError
 from metile.ops.base import DTYPES, ROW_BUCKETS
 from metile.ops.linear import LinearKey, is_valid
-from metile.ops.linear_gpu import ROWS_AT_ONCE, threadgroup_bytes
+from metile.ops.linear_metal import ROWS_AT_ONCE, threadgroup_bytes
 from metile.ops.linear_space import space_for
 from metile.ops.linear_tile import SCHEDULES, LinearTile
 from metile.simulator import custom

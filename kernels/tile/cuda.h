@@ -12,9 +12,6 @@
 #ifndef METILE_EMULATED
 #undef __device__  // the compiler's macro says `device`, a word that programs use, and that is nothing here
 #define inline __attribute__((__device__)) __forceinline__
-#define METILE_CALLED __attribute__((__device__, __noinline__))
-#else
-#define METILE_CALLED __attribute__((noinline))
 #endif
 #define kernel
 #define device

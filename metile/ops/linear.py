@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from metile.ops.base import DTYPES, check_arrays, count_reasons
+from metile.ops import linear_cuda
 from metile.ops.linear_space import space_for
 from metile.ops.linear_tile import SCHEDULES, LinearTile
 from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output
@@ -105,6 +106,7 @@ class LinearKey:
             scratch=scratch,
             fixed=("outer_k",),
             simdgroups=c.wm * c.wn,
+            stages=linear_cuda.stages(c, p, DTYPES[self.dtype].size),
         )
 
     def launch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from metile.ops import linear_cpu, linear_gpu
+from metile.ops import linear_cpu, linear_cuda, linear_metal
 from metile.ops.linear_tile import LinearTile
 from metile.targets.base import Limits
 
@@ -30,5 +30,7 @@ class Space(Protocol):
 
 
 def space_for(limits: Limits) -> Space:
-    """Return the space of GPUs, or that of CPUs."""
-    return linear_gpu if limits.is_gpu else linear_cpu
+    """Return the space of NVIDIA's GPUs, whose matrix unit takes 16 rows of weights, of other GPUs, or of CPUs."""
+    if not limits.is_gpu:
+        return linear_cpu
+    return linear_cuda if limits.tile_rows == linear_cuda.FRAGMENT_COLUMNS else linear_metal

@@ -28,6 +28,7 @@ class KernelSource:
         strided: names of inputs taken with any strides; all others must fold to a matrix.
         fixed: names of numbers that a GPU must know to compile the kernel.
         simdgroups: simdgroups of a threadgroup, where a threadgroup is more than one thread.
+        stages: slices of k in threadgroup memory at once, where a target brings them there ahead of their use.
     """
 
     name: str
@@ -40,6 +41,7 @@ class KernelSource:
     strided: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
     simdgroups: int = 1
+    stages: int = 4
 
     def identity(self, sources: str) -> str:
         """Return the kernel's unique name: its name and a digest of its text and of `sources`.
@@ -68,6 +70,7 @@ class Limits:
         threadgroup_bytes: most threadgroup memory (on a CPU: what stays in its cache) a kernel may take.
         tile_dtypes: dtypes multiplied by a matrix unit with tiles of `tile_rows` rows.
         tile_rows: rows of such a tile, 0 without a matrix unit.
+        warpgroups: whether four simdgroups multiply together, from threadgroup memory, while they go on.
         threads: most threads of a threadgroup; 1 where one thread runs it all and lanes are a vector register's.
     """
 
@@ -77,6 +80,7 @@ class Limits:
     tile_dtypes: tuple[str, ...] = ()
     tile_rows: int = 0
     threads: int = 1
+    warpgroups: bool = False
 
     @property
     def is_gpu(self) -> bool:

@@ -69,6 +69,7 @@ class CudaDevice:
             tile_dtypes=("bfloat16", "float16"),
             tile_rows=FRAGMENT_ROWS,
             threads=self.threads,
+            warpgroups=self.capability == (9, 0),
         )
 
 

@@ -108,7 +108,8 @@ def checked_view_text(source: KernelSource, fixed: Sequence[int], name: str) -> 
 
 
 def _head(source: KernelSource, known: dict[str, int], views: Sequence[str]) -> str:
-    words = [f"#define METILE_SIMDGROUPS {source.simdgroups}", *(["#define METILE_VIEWS"] if views else [])]
+    words = [f"#define METILE_SIMDGROUPS {source.simdgroups}", f"#define METILE_STAGES {source.stages}"]
+    words += ["#define METILE_VIEWS"] if views else []
     scratch = scratch_function(source, known, "inline constexpr")
     parts = [*words, written_out("tile/cuda.h"), written_out(source.program), scratch]
     return "\n".join(parts) + "\n"

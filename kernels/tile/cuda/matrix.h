@@ -17,7 +17,7 @@ struct Accumulator {
   static constexpr int turn = exact ? held : 4 * held;  // of k
   static constexpr int stride = staged_stride<T, DEPTH>();
   static constexpr int slice_bytes = DEPTH ? P * BN * stride : 0;
-  static constexpr bool grouped = KU == 4 && DEPTH == 64 && !exact;
+  static constexpr bool grouped = has_warpgroups && KU == 4 && DEPTH == 64 && !exact;
   static constexpr bool takes_all = true;
   static constexpr int lane_sums = P * TN * TM * 4;
   static_assert(BM % 8 == 0 && WM % split == 0 && tile_m % 8 == 0 && tile_n % 16 == 0, "a tile is whole fragments");

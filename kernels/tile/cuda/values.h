@@ -122,9 +122,9 @@ inline void unpack(float, float (&to)[4], Words words) {
   for (int i = 0; i < 4; ++i) to[i] = float_of_bits(int(words.at[i]));
 }
 
-// The same an element at a time. Not inline: it is rarely needed, and a binary is copied at every launch.
+// 16 bytes of a row from `from` on, an element at a time, zero past `count` elements.
 template <typename T>
-METILE_CALLED Words gathered_words(const T* from, Index count, long long step) {
+inline Words gathered_words(const T* from, Index count, long long step) {
   constexpr int held = Held<T>::count;
   union {
     Words words;

@@ -2,8 +2,10 @@
 // Compute capability 9.0 alone has these instructions (PTX: wgmma).
 #pragma once
 
-#ifndef METILE_EMULATED
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(METILE_EMULATED)
+constexpr bool has_warpgroups = true;
+#elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool has_warpgroups = true;
 
 // 8 or more rows of 64 of k, 16 of them from `k` on, as the instruction takes them: rows of 128 bytes, their 16 bytes
 // exchanged (stage.h), 1024 bytes from 8 rows to the next. `rows` is at a multiple of 1024 bytes.
@@ -58,5 +60,14 @@ METILE_PRODUCTS(Half, "f16")
 #undef METILE_PRODUCTS
 #undef METILE_PRODUCT
 
-#endif
+#else
+constexpr bool has_warpgroups = false;
+inline unsigned long long group_operand(const char*, int) { return 0; }
+inline void publish_to_groups() {}
+inline void group_begin() {}
+inline void group_commit() {}
+template <int LEFT>
+inline void group_wait() {}
+template <typename T, int TM>
+inline void multiply_groups(T, float (&)[TM][4], unsigned long long, unsigned long long) {}
 #endif

@@ -1,0 +1,202 @@
+"""The search space of a linear kernel on an NVIDIA GPU: see ``kernels/tile/cuda/matrix.h`` and ``rows.h``.
+
+Four ways to multiply, told apart by the plan's fields. At the decode end ``rows`` reads every weight once for up to
+four rows of x. ``matrix`` takes weights from where they lie (``outer_k`` 0, warps may share k), through a ring in
+shared memory for a warp's products, or through a ring for a warpgroup's (``k_unroll`` 4).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from metile.ops.base import DTYPES
+from metile.ops.linear_tile import SCHEDULES, LinearTile
+from metile.targets.base import Limits
+
+if TYPE_CHECKING:
+    from metile.ops.linear import LinearKey
+
+FRAGMENT_ROWS, FRAGMENT_COLUMNS = 8, 16  # of x and of the weights in a fragment of the matrix unit
+GROUP_UNROLL, GROUP_DEPTH, GROUP_COLUMNS = 4, 64, 64  # what tells a warpgroup's product, and its rows of weights
+ROWS_AT_ONCE = 4  # rows of x that the decode program takes with one read of the weights
+_RING_BYTES = 96 << 10  # what a ring takes if that gives it stages enough: two threadgroups then share a processor
+_LEAST_STAGES, _MOST_STAGES = 4, 8
+_MOST_SUMS = 128  # of a lane: half of its registers
+_REGISTERS, _OTHER_REGISTERS = 1 << 16, 72  # of a processor; of a lane, beside its sums
+_MOST_LOADED = 96  # registers of weights on their way to a lane
+
+
+def is_grouped(tile: LinearTile) -> bool:
+    """Return whether a tile is multiplied by warpgroups."""
+    return tile.program == "matrix" and tile.k_unroll == GROUP_UNROLL and tile.outer_k == GROUP_DEPTH
+
+
+def slice_bytes(tile: LinearTile, operands: int, size: int) -> int:
+    """Return the shared memory of a slice of x and of the weights, elements of `size` bytes; 0 without slices."""
+    if tile.program == "rows" or not tile.outer_k:
+        return 0
+    row = tile.outer_k * size
+    return (tile.block_m + operands * tile.block_n) * (row + (0 if row == 128 else 16))
+
+
+def stages(tile: LinearTile, operands: int, size: int) -> int:
+    """Return how many slices a ring holds."""
+    taken = slice_bytes(tile, operands, size)
+    return min(max(_RING_BYTES // taken, _LEAST_STAGES), _MOST_STAGES) if taken else _LEAST_STAGES
+
+
+def product(key: LinearKey, limits: Limits) -> Sequence[LinearTile]:
+    """Return the whole product of plan fields, valid or not."""
+    del limits
+    return _product(min(key.rows, ROWS_AT_ONCE))
+
+
+def admitted(key: LinearKey, limits: Limits) -> list[LinearTile]:
+    """Return the valid part of the product."""
+    fitting = _fitting(min(key.rows, ROWS_AT_ONCE), key.operands, key.dtype, limits)
+    return [tile for tile in fitting if _shape_fault(key, tile) is None]
+
+
+def fault(key: LinearKey, tile: LinearTile, limits: Limits) -> str | None:
+    """Return why a candidate is inadmissible for `key` on a device, or None where it may run."""
+    return _tile_fault(tile, key.operands, key.dtype, limits) or _shape_fault(key, tile)
+
+
+def _rows(rows_at_once: int) -> Iterator[LinearTile]:
+    for each, wn, unroll in itertools.product((1, 2, 4), (4, 8, 16), (1, 2, 3, 6)):
+        yield LinearTile("rows", rows_at_once, each * wn, 1, wn, unroll, 0, "linear")
+
+
+def _direct() -> Iterator[LinearTile]:
+    for block_m, wm, wn, each, unroll in itertools.product(
+        (8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2), (1, 2, 4)
+    ):
+        yield LinearTile("matrix", block_m, FRAGMENT_COLUMNS * wn * each, wm, wn, unroll, 0, "linear")
+
+
+def _staged() -> Iterator[LinearTile]:
+    for block_m, block_n, wm, wn, depth, schedule in itertools.product(
+        (16, 32, 64, 128), (32, 64, 128), (1, 2, 4), (1, 2, 4), (32, 64), SCHEDULES
+    ):
+        yield LinearTile("matrix", block_m, block_n, wm, wn, 1, depth, schedule)
+
+
+def _grouped() -> Iterator[LinearTile]:
+    for block_m, block_n, wm, schedule in itertools.product(
+        (8, 16, 32, 64, 128, 256), (64, 128, 192), (1, 2), SCHEDULES
+    ):
+        wn = block_n // FRAGMENT_COLUMNS
+        yield LinearTile("matrix", block_m, block_n, wm, wn, GROUP_UNROLL, GROUP_DEPTH, schedule)
+
+
+@functools.cache
+def _product(rows_at_once: int) -> tuple[LinearTile, ...]:
+    return (*_rows(rows_at_once), *_direct(), *_staged(), *_grouped())
+
+
+@functools.cache
+def _fitting(rows_at_once: int, operands: int, dtype: str, limits: Limits) -> tuple[LinearTile, ...]:
+    return tuple(tile for tile in _product(rows_at_once) if _tile_fault(tile, operands, dtype, limits) is None)
+
+
+def _tile_fault(tile: LinearTile, operands: int, dtype: str, limits: Limits) -> str | None:
+    """Return why a tile does not fit the device, whatever the shape."""
+    size = DTYPES[dtype].size
+    if tile.wm * tile.wn * limits.lanes > limits.threads:
+        return f"more threads than the device's {limits.threads}"
+    if slice_bytes(tile, operands, size) * stages(tile, operands, size) > limits.threadgroup_bytes:
+        return f"more threadgroup memory than the device's {limits.threadgroup_bytes} bytes"
+    if tile.program == "rows":
+        return _rows_fault(tile, operands)
+    if is_grouped(tile):
+        return _grouped_fault(tile, operands, dtype, limits)
+    return _warps_fault(tile, operands)
+
+
+def _rows_fault(tile: LinearTile, operands: int) -> str | None:
+    each = tile.block_n // tile.wn
+    if operands * each * tile.block_m > _MOST_SUMS // 4:
+        return "accumulators do not fit the registers"
+    return "weights do not fit the registers" if 4 * operands * each * tile.k_unroll > _MOST_LOADED else None
+
+
+def _grouped_fault(tile: LinearTile, operands: int, dtype: str, limits: Limits) -> str | None:
+    if not limits.warpgroups or dtype not in limits.tile_dtypes:
+        return "the device does not multiply this dtype by warpgroups"
+    if tile.block_m % tile.wm or tile.block_m // tile.wm < FRAGMENT_ROWS:
+        return "a block is not whole fragments for each simdgroup"
+    sums = operands * tile.block_m // tile.wm // 2
+    if (sums + _OTHER_REGISTERS) * tile.wm * tile.wn * limits.lanes > _REGISTERS or sums > _MOST_SUMS:
+        return "accumulators do not fit the registers"
+    return None
+
+
+def _warps_fault(tile: LinearTile, operands: int) -> str | None:
+    sharing = max(FRAGMENT_ROWS * tile.wm // tile.block_m, 1)  # warps that share k
+    warps_m = tile.wm // sharing
+    if not warps_m or tile.block_m % (FRAGMENT_ROWS * warps_m) or tile.block_n % (FRAGMENT_COLUMNS * tile.wn):
+        return "a block is not whole fragments for each simdgroup"
+    tall, wide = tile.block_m // warps_m // FRAGMENT_ROWS, tile.block_n // tile.wn // FRAGMENT_COLUMNS
+    sums = 4 * operands * tall * wide
+    if sums > _MOST_SUMS:
+        return "accumulators do not fit the registers"
+    if tile.outer_k:
+        return "a simdgroup has too little to do" if sums < 16 or sharing > 1 else None
+    if 16 * operands * wide * tile.k_unroll + 4 * tall > _MOST_LOADED or sums > _MOST_SUMS // 2:
+        return "weights do not fit the registers"
+    return None
+
+
+def _shape_fault(key: LinearKey, tile: LinearTile) -> str | None:
+    """Return why a tile that fits the device does not fit a shape."""
+    if tile.block_n >= key.outputs + 64:
+        return "block_n is wider than the matrix"
+    if tile.program == "rows":
+        return "more rows than the decode program takes at once" if key.rows > ROWS_AT_ONCE else None
+    if tile.block_m > max(FRAGMENT_ROWS, 1 << max(key.rows - 1, 1).bit_length()):
+        return "block_m is taller than the bucket"
+    if not tile.outer_k and key.rows > 64:
+        return "weights that do not lie in threadgroup memory would be read too often"
+    if tile.outer_k >= key.inputs:
+        return "outer_k is not less than k"
+    if tile.schedule != "linear" and key.rows <= tile.block_m:
+        return "a single row of blocks has one order"
+    return None
+
+
+def distance(key: LinearKey, tile: LinearTile, limits: Limits) -> tuple[float, ...]:
+    """Order candidates by how far they stand from what was found to do well on an H200; the first is the default.
+
+    One row takes the decode program; up to 16 rows read weights from where they lie, four warps sharing k; more go
+    through a ring, by warpgroups where there are such. Of x a block takes all rows, or 128.
+    """
+    kind = _kind(tile)
+    wanted = "rows" if key.rows == 1 else "direct" if key.rows <= 2 * FRAGMENT_ROWS else "grouped"
+    if wanted == "grouped" and not limits.warpgroups:
+        wanted = "staged"
+    rank = 0 if kind == wanted else 2 if kind == "staged" else 1
+    return (rank, SCHEDULES.index(tile.schedule) > 1, _shape_distance(key, tile, kind))
+
+
+def _kind(tile: LinearTile) -> str:
+    if tile.program == "rows":
+        return "rows"
+    return "direct" if not tile.outer_k else "grouped" if is_grouped(tile) else "staged"
+
+
+def _shape_distance(key: LinearKey, tile: LinearTile, kind: str) -> float:
+    def apart(value: float, wanted: float) -> float:
+        return abs(math.log2(value / wanted))
+
+    tall = apart(tile.block_m, min(max(key.rows, FRAGMENT_ROWS), 128))
+    if kind == "rows":
+        return apart(tile.block_n / tile.wn, 2) + apart(tile.wn, 8) + apart(tile.k_unroll, 3)
+    if kind == "direct":
+        return tall + apart(tile.block_n, 16) + apart(tile.wm, 4) + apart(tile.k_unroll, 2)
+    if kind == "grouped":
+        return tall + apart(tile.block_n, 64 if key.rows <= 128 else 128) + apart(tile.wm, 1)
+    return tall + apart(tile.block_n, 64) + apart(tile.wm * tile.wn, 4) + apart(tile.outer_k, 64)
