@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernel_checks import BEST, NAMES, TARGETS, assert_near, check_identities, numpy_of, random, thinned
 
 from metile.errors import MetileError
-from metile.ops.attention import TOKEN_BUCKETS, AttentionKey, AttentionTile, _product, is_valid, token_bucket
+from metile.ops.attention import TOKEN_BUCKETS, AttentionKey, AttentionTile, product, is_valid, token_bucket
 from metile.ops.base import DTYPES, ROW_BUCKETS
 from metile.report_dispatches import SelectedDispatches
 from metile.targets.base import Kernel, Limits

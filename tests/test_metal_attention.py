@@ -18,7 +18,7 @@ from metal_checks import CHECKED, FAST, WatchedTarget, check_attend
 from test_attention import arrays, reference
 
 from metile.errors import MetileError
-from metile.ops.attention import AttentionKey, AttentionTile, _product, is_valid
+from metile.ops.attention import AttentionKey, AttentionTile, product, is_valid
 from metile.ops.base import ROW_BUCKETS
 from metile.simulator import custom
 from metile.targets.metal import limits_of

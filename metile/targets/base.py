@@ -69,6 +69,7 @@ class Limits:
         tile_dtypes: dtypes multiplied by a matrix unit with tiles of `tile_rows` rows.
         tile_rows: rows of such a tile, 0 without a matrix unit.
         threads: most threads of a threadgroup; 1 where one thread runs it all and lanes are a vector register's.
+        groups_exchange: whether a threadgroup can read what another one of the same launch has written.
     """
 
     lanes: int
@@ -77,6 +78,7 @@ class Limits:
     tile_dtypes: tuple[str, ...] = ()
     tile_rows: int = 0
     threads: int = 1
+    groups_exchange: bool = False
 
     @property
     def is_gpu(self) -> bool:

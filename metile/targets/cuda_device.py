@@ -69,6 +69,7 @@ class CudaDevice:
             tile_dtypes=("bfloat16", "float16"),
             tile_rows=FRAGMENT_ROWS,
             threads=self.threads,
+            groups_exchange=True,
         )
 
 
