@@ -13,14 +13,63 @@ struct HeadLayout {
   static constexpr int teams = simd_lanes / team, floats = runs * held;
   static_assert(D % held == 0, "a row is whole 16 bytes");
 
-  // What lane `lane` holds of the first `count` elements of a row, zero past them.
+  // A row, and how many of its elements there are: the others read zero.
+  struct Row {
+    const T* data;
+    Index count;
+  };
+
+  // What lane `lane` holds of rows row(0) .. row(N - 1).
+  template <bool ONCE, int N, typename R>
+  static inline void load(Words (&to)[N][runs], const R& row, long long step, bool whole, int lane) {
+    if (whole) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) load_row<ONCE>(to[i], row(i), step, true, lane);
+      return;
+    }
+    // One row at a time: element by element, all of them would take more registers than there are.
+#pragma unroll 1
+    for (int i = 0; i < N; ++i) {
+      Words own[runs];
+      load_row<ONCE>(own, row(i), step, false, lane);
+#pragma unroll
+      for (int j = 0; j < N; ++j)
+#pragma unroll
+        for (int r = 0; r < runs; ++r)
+          if (i == j) to[j][r] = own[r];
+    }
+  }
+
+ private:
   template <bool ONCE>
-  static inline void load(Words (&to)[runs], const T* row, Index count, long long step, bool whole, int lane) {
+  static inline void load_row(Words (&to)[runs], Row row, long long step, bool whole, int lane) {
 #pragma unroll
     for (int r = 0; r < runs; ++r) {
       const Index k = (r * team + lane % team) * held;
-      to[r] = load_words<ONCE>(row + k * step, count - k, step, whole);
+      to[r] = whole ? load_words<ONCE>(row.data + k, row.count - k, 1, true)
+                    : load_elements(row.data + k * step, row.count - k, step);
     }
+  }
+
+  // Two elements of 16 bits to a register, or one of 32. Each place comes from the one before: multiples of the step
+  // would be kept in registers for as long as there are rows to load.
+  static inline Words load_elements(const T* from, Index count, long long step) {
+    constexpr int each = held / 4;
+    Words to = {{0, 0, 0, 0}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint word = 0;
+#pragma unroll
+      for (int e = 0; e < each; ++e, from += step) {
+        if (i * each + e >= count) break;
+        if constexpr (each == 2) word |= uint(*(const ushort*)from) << (16 * e);
+        else word = *(const uint*)from;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (i == j) to.at[j] = word;
+    }
+    return to;
   }
 };
 
@@ -44,15 +93,17 @@ struct RowAccumulator {
   inline void multiply(const RowStage<T, ROWS>& x, const Matrix<const T> (&w)[1], Index n0) {
     const bool whole = w[0].is_aligned() && x.x.is_aligned();
     Words of_keys[keys][Head::runs];
-    if (whole) load_keys(of_keys, w[0], n0, true);
-    else load_keys(of_keys, w[0], n0, false);
+    const auto key_row = [&](int i) {
+      return typename Head::Row{w[0].row(min_of(first(group, n0) + key(group, i), w[0].rows - 1)), DEPTH};
+    };
+    Head::template load<true>(of_keys, key_row, w[0].step, whole, group.lane);
 #pragma unroll
-    for (int first = 0; first < ROWS; first += together) {
+    for (int m0 = 0; m0 < ROWS; m0 += together) {
       Words queries[together][Head::runs];
-      if (whole) load_queries(queries, x, first, true);
-      else load_queries(queries, x, first, false);
+      const auto query_row = [&](int m) { return typename Head::Row{x.row(m0 + m), DEPTH}; };
+      Head::template load<false>(queries, query_row, x.x.step, whole, group.lane);
 #pragma unroll
-      for (int m = 0; m < together && first + m < ROWS; ++m) multiply(queries[m], of_keys, first + m);
+      for (int m = 0; m < together && m0 + m < ROWS; ++m) multiply(queries[m], of_keys, m0 + m);
     }
 #pragma unroll
     for (int i = 0; i < keys; ++i)
@@ -64,20 +115,6 @@ struct RowAccumulator {
 
  private:
   static constexpr int together = ROWS < 8 ? ROWS : 8;  // queries that are under way at once
-
-  // A branch on `whole` around all loads, not one around each, leaves them all under way.
-  inline void load_keys(Words (&to)[keys][Head::runs], Matrix<const T> w, Index n0, bool whole) const {
-#pragma unroll
-    for (int i = 0; i < keys; ++i) {
-      const T* row = w.row(min_of(first(group, n0) + key(group, i), w.rows - 1));
-      Head::template load<true>(to[i], row, DEPTH, w.step, whole, group.lane);
-    }
-  }
-  inline void load_queries(Words (&to)[together][Head::runs], const RowStage<T, ROWS>& x, int m0, bool whole) const {
-#pragma unroll
-    for (int m = 0; m < together; ++m)
-      Head::template load<false>(to[m], x.row(m0 + m), DEPTH, x.x.step, whole, group.lane);
-  }
 
   // This lane's part of the products of query m.
   inline void multiply(const Words (&words)[Head::runs], const Words (&of_keys)[keys][Head::runs], int m) {
@@ -219,15 +256,11 @@ struct QueryRows {
   static constexpr int columns = own_pairs < 4 ? own_pairs : 4, parts_at_once = columns < 3 ? 8 * (3 - columns) : 4;
 
   inline void load_values(Matrix<const T> v, Index n0) {
-    if (v.is_aligned()) load_values(v, n0, true);
-    else load_values(v, n0, false);
-  }
-  inline void load_values(Matrix<const T> v, Index n0, bool whole) {
-#pragma unroll
-    for (int i = 0; i < Scores::keys; ++i) {
-      const T* row = v.row(min_of(Scores::first(group, n0) + Scores::key(group, i), v.rows - 1));
-      Head::template load<true>(values[i], row, is_seen(i, n0, v.rows) ? D : 0, v.step, whole, group.lane);
-    }
+    const auto row = [&](int i) {
+      const Index n = min_of(Scores::first(group, n0) + Scores::key(group, i), v.rows - 1);
+      return typename Head::Row{v.row(n), is_seen(i, n0, v.rows) ? D : 0};
+    };
+    Head::template load<true>(values, row, v.step, v.is_aligned(), group.lane);
   }
 
   static inline void store_pair(T* to, Floats<2> value, float total, long long step) {
