@@ -5,6 +5,7 @@ Threadgroups run there one after another, in either order, so that the last or t
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import mlx.core as mx
@@ -13,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import arrays, reference
-from test_cuda_vocabulary import TOLERANCE, Emulated
+from test_cuda_vocabulary import TOLERANCE, Emulated, compiled, nvrtc
 
 from metile.ops.attention import AttentionKey
 from metile.ops.attention_space import AttentionTile
 from metile.ops.base import DTYPES
+from metile.targets.cuda_text import view_text
 
 SMALL = AttentionTile("rows", 1, 16, 2, 64)
 
@@ -138,3 +140,34 @@ def test_a_split_launch_is_that_of_one_threadgroup() -> None:
         one = AttentionTile("rows", 1, 16, 2)
         y = key.attend(Emulated(key.source(one), dtype), one, inputs, scale=0.125, causal=True)
         assert mx.allclose(y, check(key, SMALL, inputs), rtol=0, atol=1e-6 if dtype == "float32" else 1e-2)
+
+
+# What MLX writes before a kernel's text: arrays by their dtypes, strides of those that are asked for.
+_MLX = """typedef unsigned int uint32_t;
+struct __nv_bfloat16 {{ unsigned short bits; }};
+struct Strides {{
+  long long at[8];
+  __attribute__((device)) long long operator[](int axis) const {{ return at[axis]; }}
+}};
+{header}
+__global__ void kernel_of_mlx({parameters}) {{
+{body}}}
+"""
+
+
+@pytest.mark.skipif(nvrtc() is None, reason="needs NVRTC: pip install nvidia-cuda-nvrtc")
+@pytest.mark.parametrize("parts", [1, 16])
+def test_the_text_compiles_under_the_signature_of_mlx(parts: int) -> None:
+    key, tile = AttentionKey(1, 1024, 12, 2, 128, "bfloat16"), AttentionTile("rows", 1, 64, 8, parts)
+    source = key.source(tile)
+    text = view_text(source, ())
+    kinds = {"sizes": "int32_t", "counters_data": "uint32_t", "partials_data": "float"}
+    parameters = []
+    for name in text.inputs:
+        parameters.append(f"const {kinds.get(name, '__nv_bfloat16')}* {name}")
+        if name.removesuffix("_data") in source.strided:
+            parameters.append(f"const __grid_constant__ Strides {name}_strides")
+    parameters += [f"{kinds.get(name, '__nv_bfloat16')}* {name}" for name in text.outputs]
+    whole = _MLX.format(header=text.header, parameters=", ".join(parameters), body=text.body)
+    log = compiled("typedef int int32_t;\n" + whole, "--gpu-architecture=sm_90a")
+    assert re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log) == ["0"] * 3, log

@@ -18,6 +18,8 @@ _MOST_FLOATS = 256  # of scores and outputs that a lane may hold
 _PARTS = (1, 4, 8, 16, 32, 64)
 _KEYS_EACH = 64  # of a threadgroup, where several share the keys
 _USUAL_GROUPS = 64
+_OTHER_REGISTERS = 64  # that a thread needs beside what it holds of queries, keys, values, scores and outputs
+_MOST_MATRIX_FLOATS = 80  # the same as _MOST_FLOATS where registers are known to be few
 _MOST_GROUPS = 528  # that share keys with others: four to each processor of a large GPU
 
 
@@ -124,6 +126,29 @@ def _gpu_fault(key: AttentionKey, tile: AttentionTile, limits: Limits) -> str | 
         fragments = tile.block // tile.simdgroups // _FRAGMENT
         floats = fragments * (tile.block_keys + key.dimension) // 4
         memory = tile.block * (key.dimension * DTYPES[key.dtype].size + 16)
-    if floats > _MOST_FLOATS:
+    if floats > _MOST_FLOATS or (limits.threadgroup_registers and _spills(key, tile, limits, floats)):
         return "scores and outputs do not fit the registers"
     return "a block does not fit threadgroup memory" if memory > limits.threadgroup_bytes else None
+
+
+def _spills(key: AttentionKey, tile: AttentionTile, limits: Limits, floats: int) -> bool:
+    """Return whether a thread holds more than its registers, where it is known how many a threadgroup has.
+
+    Counted as ``kernels/tile/cuda`` lays out what it holds, and held against what its compiler says.
+    """
+    if tile.program == "matrix":
+        return floats > _MOST_MATRIX_FLOATS
+    most = min(limits.registers, limits.threadgroup_registers // (tile.simdgroups * limits.lanes)) - _OTHER_REGISTERS
+    shared = key.query_heads // key.key_value_heads
+    # So many heads fit with no block of keys: a part of what they hold is kept in memory.
+    return _row_words(key, tile, shared) > (2 * most if shared > _FRAGMENT else most)
+
+
+def _row_words(key: AttentionKey, tile: AttentionTile, shared: int) -> int:
+    held = 16 // DTYPES[key.dtype].size  # elements that a lane moves at once
+    chunks = key.dimension // held
+    team = next(lanes for lanes in (4, 8, 16, 32) if chunks <= lanes or lanes == 32)  # that hold a row
+    runs = -(-chunks // team)
+    keys = -(-(tile.block_keys // tile.simdgroups) // (32 // team))  # of a team
+    moved = 4 * runs * (2 * keys + min(shared, 8))  # keys, values and queries
+    return moved + shared * (keys + runs * held + 2)

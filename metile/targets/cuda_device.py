@@ -70,6 +70,7 @@ class CudaDevice:
             tile_rows=FRAGMENT_ROWS,
             threads=self.threads,
             groups_exchange=True,
+            threadgroup_registers=self.block_registers,
         )
 
 
