@@ -16,6 +16,8 @@ from metile.dispatch import Decision, Plan
 from metile.ops.attention import AttentionKey
 from metile.ops.attention_space import AttentionTile, is_valid, product
 from metile.ops.counters import RING, CounterPool
+from metile.patched import Entry
+from metile.patched_decoder import AttentionState
 from metile.targets.base import Kernel, KernelSource, Limits, Output
 from metile.targets.cuda_device import CudaDevice
 from metile.targets.metal import limits_of
@@ -186,6 +188,22 @@ def test_no_sequences() -> None:
     kernel: Kernel = Recorder(KEY.source(SPLIT))
     inputs = [array[:0] for array in arrays(KEY, 1, 100)]
     assert KEY.attend(kernel, SPLIT, inputs, scale=0.5, causal=True).shape == (0, 1, 12 * 128)
+
+
+def test_a_patched_layer_gives_each_launch_its_parts_and_counters() -> None:
+    tile = AttentionTile("rows", 1, 16, 1, 4)
+    key = AttentionKey(1, 256, 4, 2, 64, "float32")
+    kernel = Recorder(key.source(tile))
+    entry = Entry(key, tile, kernel)
+    for tokens in (15, 16, 17, 64, 65, 66, 17):
+        AttentionState._launch(None, entry, tuple(arrays(key, 1, tokens)), 0.5, False)  # type: ignore[arg-type]
+    assert [launch["numbers"][3] for launch in kernel.launches] == [1, 1, 2, 4, 4, 4, 2]
+    assert [launch["groups"] for launch in kernel.launches] == [2, 2, 4, 8, 8, 8, 4]
+    assert [launch["outputs"][1].shape[1] for launch in kernel.launches] == [1, 1, 2, 4, 4, 4, 2]
+    assert [launch["inputs"][1].shape[2] for launch in kernel.launches] == [15, 16, 17, 64, 65, 66, 17]
+    assert len({id(launch["inputs"][3]) for launch in kernel.launches}) == 7
+    assert entry.engaged == 7
+    assert len(entry.bound) == 3  # one for each number of parts
 
 
 # ---- counters ----
