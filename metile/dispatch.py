@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from metile.ops.attention import AttentionKey, AttentionTile
+from metile.ops.attention import AttentionKey
+from metile.ops.attention_space import AttentionTile
 from metile.ops.base import OpKey
 from metile.ops.linear import LinearKey
 from metile.ops.linear_tile import LinearTile

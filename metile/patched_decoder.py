@@ -125,13 +125,15 @@ class AttentionState(DecoderState):
     def _launch(self, entry: Entry, inputs: tuple[mx.array, ...], scale: float, causal: bool) -> mx.array:
         key = entry.key
         assert isinstance(key, AttentionKey)
+        candidate: Any = entry.candidate
         if self.runtime.target.name in EAGER_TARGETS:
             mx.eval(inputs)  # together: one by one they would wake MLX's thread three times
 
         def launch(kernel: Kernel) -> list[mx.array]:
-            return [key.attend(kernel, entry.candidate, inputs, scale=scale, causal=causal)]
+            return [key.attend(kernel, candidate, inputs, scale=scale, causal=causal)]
 
-        return entry.run_bound((inputs[0].shape, causal), launch, inputs)[0]
+        place = inputs[0].shape, causal, key.parts(candidate, inputs[1].shape[2])
+        return entry.run_bound(place, launch, key.arrays(candidate, inputs))[0]
 
     def _kernel(self, q: Any, k: Any, v: Any, mask: Any) -> Entry | str:
         """Return the kernel for a call, or why plain MLX runs it."""

@@ -312,6 +312,10 @@ inline float quotient(float a, float b) { return a / b; }
 
 inline void publish() {}
 inline float load_published(const float* from) { return *from; }
+inline void load_published(float (&to)[2], const float* from) {
+  if (uintptr_t(from) % 8) emulated::fail("a read of 8 bytes is not aligned");
+  to[0] = from[0], to[1] = from[1];
+}
 inline uint count_up(uint* counter, uint last) {
   const uint before = *counter;
   *counter = before >= last ? 0 : before + 1;

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from kernel_checks import BEST, NAMES, TARGETS, assert_near, check_identities, numpy_of, random, thinned
 
 from metile.errors import MetileError
-from metile.ops.attention import TOKEN_BUCKETS, AttentionKey, AttentionTile, _product, is_valid, token_bucket
+from metile.ops.attention import TOKEN_BUCKETS, AttentionKey, token_bucket
+from metile.ops.attention_space import AttentionTile, is_valid, product
 from metile.ops.base import DTYPES, ROW_BUCKETS
 from metile.report_dispatches import SelectedDispatches
 from metile.targets.base import Kernel, Limits
@@ -215,9 +216,9 @@ def test_the_space(target: CpuTarget, rows: int) -> None:
     limits = target.limits
     for dimension in (*DIMENSIONS, 72):
         key = AttentionKey(rows, 1024, 4, 2, dimension, "bfloat16")
-        space, product = key.space(limits), _product(key, limits)
-        assert set(space) == {tile for tile in product if is_valid(key, tile, limits) is None}
-        assert len(space) + sum(key.pruned(limits).values()) == len(product) == len(set(product))
+        space, whole = key.space(limits), product(key, limits)
+        assert set(space) == {tile for tile in whole if is_valid(key, tile, limits) is None}
+        assert len(space) + sum(key.pruned(limits).values()) == len(whole) == len(set(whole))
         assert {tile.program for tile in space} <= ({"rows", "matrix"} if rows == 1 else {"matrix"})
         assert dimension == 72 or space or rows < limits.lanes // 2
         assert not space or space[0].program == ("rows" if rows == 1 else "matrix")

@@ -16,7 +16,8 @@ import mlx.core as mx
 import pytest
 
 from metile.errors import MetileError
-from metile.ops.attention import AttentionKey, AttentionTile
+from metile.ops.attention import AttentionKey
+from metile.ops.attention_space import AttentionTile
 from metile.ops.linear import LinearKey
 from metile.ops.linear_tile import LinearTile
 from metile.ops.norm import NormKey, NormTile

@@ -20,7 +20,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metile.ops.attention import AttentionKey, AttentionTile
+from metile.ops.attention import AttentionKey
+from metile.ops.attention_space import AttentionTile
 from metile.ops.base import DTYPES
 from metile.ops.linear import LinearKey
 from metile.ops.linear_tile import LinearTile
@@ -32,6 +33,7 @@ from metile.targets.metal_text import sizes_of, written_out
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}  # of the largest value
 SCRATCH = 1 << 18
+KINDS = {"table": "float", "partials": "float", "counters": "uint"}
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,10 @@ class Text:
 
 
 def kernel_text(source: KernelSource, t: str, numbers: Sequence[int], *, stages: int = 3, words: str = "") -> Text:
-    """Return the text of a kernel for these numbers; `t` is the dtype of its arrays, but for a table of floats."""
+    """Return the text of a kernel for these numbers; `t` is the dtype of its arrays, but for those in `KINDS`."""
     names = (*source.inputs, *source.outputs)
-    kinds = [f"const {'float' if name == 'table' else t}" for name in source.inputs] + [t] * len(source.outputs)
+    kinds = [f"const {KINDS.get(name, t)}" for name in source.inputs]
+    kinds += [KINDS.get(name, t) for name in source.outputs]
     known = dict(zip(source.numbers, numbers, strict=True))
     fixed = {name: known[name] if name in source.fixed else 0 for name in source.numbers}
     head = f"""#define METILE_SIMDGROUPS {source.simdgroups}
@@ -117,6 +120,7 @@ class Emulated:
 
     def __init__(self, source: KernelSource, dtype: str, *, order: int = 0, stages: int = 4) -> None:
         self.source, self._dtype, self._order, self._stages = source, dtype, order, stages
+        self.after: list[np.ndarray[Any, Any]] = []  # the bytes of the inputs of the last launch
 
     def __call__(
         self,
@@ -133,11 +137,13 @@ class Emulated:
         library = ctypes.CDLL(str(compile_library(emulated_text(text), ("-O1",), "emulated")))
         results = [np.full(output.shape, np.nan, np.float32) for output in outputs]
         arrays = [to_bits(array) for array in inputs]
-        arrays += [to_bits(mx.array(r, DTYPES[self._dtype])) for r in results]
+        arrays += [to_bits(mx.array(r, output.dtype)) for r, output in zip(results, outputs, strict=True)]
         sizes = sizes_of(groups, numbers, [a.shape for a in inputs] + [r.shape for r in results])
         return_ = run(library, arrays, sizes, self._order)
         assert return_ <= SCRATCH
-        return [from_bits(arrays[len(inputs) + i], output.shape, self._dtype) for i, output in enumerate(outputs)]
+        self.after = arrays[: len(inputs)]
+        names = zip(arrays[len(inputs) :], outputs, strict=True)
+        return [from_bits(bits, output.shape, output.dtype) for bits, output in names]
 
 
 def run(library: ctypes.CDLL, arrays: Sequence[np.ndarray[Any, Any]], sizes: Sequence[int], order: int) -> int:
@@ -174,9 +180,9 @@ def to_bits(array: mx.array) -> np.ndarray[Any, Any]:
     return copy
 
 
-def from_bits(raw: np.ndarray[Any, Any], shape: Sequence[int], dtype: str) -> mx.array:
+def from_bits(raw: np.ndarray[Any, Any], shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
     """Return bytes as an array again."""
-    return mx.array(raw).view(DTYPES[dtype]).reshape(shape)
+    return mx.array(raw).view(dtype).reshape(shape)
 
 
 def check(key: Any, kernel: Emulated, candidate: Any, inputs: list[mx.array], tolerance: float) -> None:
@@ -269,52 +275,6 @@ def test_rope(dtype: str) -> None:
     check(key, Emulated(key.source(candidate), dtype), candidate, key.example(5, seed=4), TOLERANCE[dtype])
 
 
-SPLIT = """typedef {t} T;
-  const int parts = 3, span = 16, part = group.index % parts;
-  const Heads<const T> all = heads<const T>(k), values = heads<const T>(v);
-  const Matrix<const T> keys[] = {all.head(0, 0)};
-  typedef RowAccumulator<T, 1, 4, 16, group_simdgroups, 1, 64> Scores;
-  typedef QueryRows<T, 4, 16, 64> Queries;
-  RowStage<T, 4> staged;
-  staged.load(group, 0, heads<const T>(q).across(0, 0, 4), 0);
-  Scores scores(group, 0);
-  Queries outputs(group, 0);
-  for (Index n = part * span; n < min_of(all.rows, part * span + span); n += 16) {
-    scores.multiply(staged, keys, n);
-    outputs.softmax(scores, 0.125f, n, all.rows);
-    outputs.accumulate(scores, values.head(0, 0), n);
-  }
-  outputs.store_part(heads<T>(y).across(0, 0, 4), (float*)partials.data, (uint*)counter.data, part, parts);
-"""
-
-
-@pytest.mark.parametrize("order", [0, 1])
-@pytest.mark.parametrize("t", ["float", "bfloat"])
-def test_threadgroups_that_share_the_keys(t: str, order: int) -> None:
-    names = ("q", "k", "v", "partials", "counter")
-    scratch = f"QueryRows<{t}, 4, 16, 64>::bytes"
-    body = SPLIT.replace("{t}", t)
-    source = KernelSource("split", "attention.metal", body, names, ("y",), scratch=scratch, simdgroups=2)
-    text = kernel_text(source, t, ())
-    dtype = {"float": "float32", "bfloat": "bfloat16"}[t]
-    q, k, v = (
-        mx.random.normal(shape, key=mx.random.key(i)).astype(DTYPES[dtype])
-        for i, shape in enumerate([(1, 4, 1, 64), (1, 1, 41, 64), (1, 1, 41, 64)])
-    )
-    partials, counter = mx.zeros((3 * 4 * 66,)), mx.zeros((1,))
-    y = mx.full((1, 4, 1, 64), np.nan, dtype=DTYPES[dtype])
-    arrays = [to_bits(array) for array in (q, k, v, partials, counter, y)]
-    sizes = sizes_of(3, (), [a.shape for a in (q, k, v, partials, counter, y)])
-    library = ctypes.CDLL(str(compile_library(emulated_text(text), ("-O1",), "emulated")))
-    for _ in range(2):  # the counter is as it was
-        run(library, arrays, sizes, order)
-        got = from_bits(arrays[5], y.shape, dtype).astype(mx.float32)
-        q32, k32, v32 = (array.astype(mx.float32) for array in (q, k, v))
-        wanted = mx.softmax(0.125 * q32 @ k32.swapaxes(-1, -2), axis=-1) @ v32
-        assert mx.abs(got - wanted).max().item() <= TOLERANCE[dtype]
-        arrays[5][:] = 0xFF
-
-
 @functools.cache
 def nvrtc() -> ctypes.CDLL | None:
     """Return the run-time compiler of the package nvidia-cuda-nvrtc, or None."""
@@ -349,6 +309,7 @@ COMPILED = [
     (LinearKey("bias", 2048, 8960, 1536, "float16"), tile("matrix", 128, 128, 2, 2, 1, 32)),
     (LinearKey("residual", 64, 1536, 8960, "float32"), tile("matrix", 32, 64, 2, 2, 1, 32)),
     (AttentionKey(1, 1024, 12, 2, 128, "bfloat16"), AttentionTile("rows", 1, 64, 8)),
+    (AttentionKey(1, 1024, 12, 2, 128, "bfloat16"), AttentionTile("rows", 1, 64, 8, 16)),
     (AttentionKey(128, 1024, 12, 2, 128, "bfloat16"), AttentionTile("matrix", 64, 32, 4)),
     (NormKey(True, 1, 1536, 1e-6, "bfloat16"), NormTile(1, 8)),
     (RopeKey(1, 12, 2, 128, "bfloat16"), RopeTile(1, 8)),
@@ -385,7 +346,7 @@ def test_nvrtc_compiles(key: Any, candidate: Any, architecture: str) -> None:
 
 @pytest.mark.skipif(nvrtc() is None, reason="needs NVRTC: pip install nvidia-cuda-nvrtc")
 @pytest.mark.parametrize(
-    ("key", "candidate"), COMPILED[-4:], ids=lambda item: getattr(item, "family", None) or item.label()
+    ("key", "candidate"), COMPILED[-5:], ids=lambda item: getattr(item, "family", None) or item.label()
 )
 def test_functions_say_that_they_run_on_the_gpu(key: Any, candidate: Any) -> None:
     """A kernel with views is compiled by MLX, which does not make functions the GPU's by default."""

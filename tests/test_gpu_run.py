@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metile.ops.attention import AttentionKey, AttentionTile
+from metile.ops.attention import AttentionKey
+from metile.ops.attention_space import AttentionTile
 from metile.ops.linear import LinearKey
 from metile.ops.linear_tile import LinearTile
 from metile.ops.norm import NormKey

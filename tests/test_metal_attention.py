@@ -18,7 +18,8 @@ from metal_checks import CHECKED, FAST, WatchedTarget, check_attend
 from test_attention import arrays, reference
 
 from metile.errors import MetileError
-from metile.ops.attention import AttentionKey, AttentionTile, _product, is_valid
+from metile.ops.attention import AttentionKey
+from metile.ops.attention_space import AttentionTile, is_valid, product
 from metile.ops.base import ROW_BUCKETS
 from metile.simulator import custom
 from metile.targets.metal import limits_of
@@ -189,8 +190,8 @@ def test_the_space(rows: int) -> None:
     for dimension in (64, 80, 96, 128, 256, 72):
         for heads in ((4, 2), (16, 1)):
             key = AttentionKey(rows, 1024, *heads, dimension, "bfloat16")
-            space, product = key.space(limits), _product(key, limits)
-            assert len(space) + sum(key.pruned(limits).values()) == len(product) == len(set(product))
+            space, whole = key.space(limits), product(key, limits)
+            assert len(space) + sum(key.pruned(limits).values()) == len(whole) == len(set(whole))
             assert dimension == 72 or space
             assert {tile.program for tile in space} <= ({"rows", "matrix"} if rows == 1 else {"matrix"})
             assert heads == (16, 1) or not space or space[0].program == ("rows" if rows == 1 else "matrix")

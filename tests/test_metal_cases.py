@@ -19,7 +19,8 @@ from test_attention import arrays
 from test_rope import table_of
 
 from metile.files import data_root
-from metile.ops.attention import AttentionKey, AttentionTile
+from metile.ops.attention import AttentionKey
+from metile.ops.attention_space import AttentionTile
 from metile.ops.base import OpKey
 from metile.ops.linear import LinearKey
 from metile.ops.linear_tile import LinearTile

@@ -40,6 +40,8 @@ typedef unsigned short ushort;
 #include "cuda/matrix.h"
 #include "cuda/rows.h"
 #include "cuda/softmax.h"
+#include "cuda/head_rows.h"
+#include "cuda/published.h"
 #include "cuda/query_rows.h"
 #ifndef METILE_VIEWS
 #include "schedule.h"

@@ -1,7 +1,8 @@
 """Scaled dot-product attention over a KV cache: the family attention.
 
-The kernels are ``kernels/attention.metal``: one for blocks of queries (prefill) and one for a single query (decode).
-What they must equal stands in `AttentionKey.reference`.
+The kernels are ``kernels/attention.metal``: one for blocks of queries (prefill) and one for a single query (decode),
+which several threadgroups may share where the device lets them. What they must equal stands in
+`AttentionKey.reference`; the space is `metile.ops.attention_space`.
 """
 
 from __future__ import annotations
@@ -9,47 +10,24 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 
 from metile.errors import mismatch
+from metile.ops.attention_space import AttentionTile, is_valid, product
 from metile.ops.base import DTYPES, check_arrays, count_reasons
+from metile.ops.counters import COUNTERS
 from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output
 
 # Upper ends of the buckets of context length; the last also holds everything longer.
 TOKEN_BUCKETS = (256, 1024, 4096, 16384, 65536)
-_HEAD_DIMS = (64, 80, 96, 128, 256)
-_FRAGMENT = 8  # rows and columns of a fragment of a GPU's matrix unit
-_MOST_FLOATS = 256  # of scores and outputs that a lane may hold
 
 
 def token_bucket(tokens: int) -> int:
     """Return the upper end of the bucket that holds a context of `tokens`."""
     return next((bucket for bucket in TOKEN_BUCKETS if tokens <= bucket), TOKEN_BUCKETS[-1])
-
-
-@dataclass(frozen=True)
-class AttentionTile:
-    """A point of the search space of an attention kernel.
-
-    Attributes:
-        program: ``rows``, one query of all heads that share a key head, or ``matrix``, blocks of queries.
-        block: queries a threadgroup takes.
-        block_keys: keys taken between two updates of the running maximum.
-        simdgroups: simdgroups of a threadgroup on a GPU; they share the queries of a block, or the keys.
-    """
-
-    program: Literal["rows", "matrix"]
-    block: int
-    block_keys: int
-    simdgroups: int = 1
-
-    def label(self) -> str:
-        """Return the fields as one word."""
-        ending = f"_s{self.simdgroups}" if self.simdgroups > 1 else ""
-        return f"{self.program}_b{self.block}_bk{self.block_keys}{ending}"
 
 
 @dataclass(frozen=True)
@@ -86,26 +64,39 @@ class AttentionKey:
 
     def space(self, limits: Limits) -> list[AttentionTile]:
         """Return the admissible candidates, the untuned default first."""
-        return [tile for tile in _product(self, limits) if is_valid(self, tile, limits) is None]
+        return [tile for tile in product(self, limits) if is_valid(self, tile, limits) is None]
 
     def pruned(self, limits: Limits) -> dict[str, int]:
         """Return why candidates were left out."""
-        reasons = (is_valid(self, tile, limits) for tile in _product(self, limits))
+        reasons = (is_valid(self, tile, limits) for tile in product(self, limits))
         return count_reasons([reason for reason in reasons if reason])
 
     def source(self, candidate: AttentionTile) -> KernelSource:
-        """Return the kernel of a candidate; scale (as the bits of a float) and causal are numbers of its launch."""
+        """Return the kernel of a candidate; scale (as the bits of a float) and causal are numbers of its launch.
+
+        The number of parts is one as well, so that one kernel serves all contexts and all candidates that share it.
+        """
         t, c, d = KERNEL_TYPES[DTYPES[self.dtype]], candidate, self.dimension
+        numbers: tuple[str, ...] = ("scale", "causal", "heads")
+        inputs: tuple[str, ...] = ("q", "k", "v")
+        outputs: tuple[str, ...] = ("y",)
+        more, tail = "", "group"
         if c.program == "rows":
             shared = self.query_heads // self.key_value_heads
-            call, tail = f"attention_rows<{t}, {d}, {shared}, {c.block_keys}>", "group"
+            program = f"attention_rows<{t}, {d}, {shared}, {c.block_keys}>"
             scratch = (
                 f"RowAccumulator<{t}, 1, {shared}, {c.block_keys}, row_wn({c.block_keys}, {shared}), 1, {d}>::bytes"
                 f" + QueryRows<{t}, {shared}, {c.block_keys}, {d}>::bytes + RowStage<{t}, {shared}>::bytes({d})"
             )
-            name = f"attention_{self.dtype}_d{d}_h{shared}_{c.label()}"
+            name = f"attention_{self.dtype}_d{d}_h{shared}_{replace(c, parts=1).label()}"
+            if c.parts > 1:
+                program, name = program.replace("rows", "rows_split"), f"{name}_split"
+                # A kernel reads inputs only, as MLX sees it; these it counts in, and leaves as they were.
+                more = "(device float*)partials.data, (device uint*)counters.data, "
+                tail = "parts, group"
+                inputs, outputs, numbers = (*inputs, "counters"), (*outputs, "partials"), (*numbers, "parts")
         else:
-            call, tail = f"attention_matrix<{t}, {d}, {c.block}, {c.block_keys}>", "causal, group"
+            program, tail = f"attention_matrix<{t}, {d}, {c.block}, {c.block_keys}>", "causal, group"
             tile = f"{c.block}, {c.block_keys}, score_wm({c.block}), score_wn({c.block_keys}), 1, 0"
             scratch = (
                 f"Accumulator<{t}, 1, {tile}>::bytes({d})"
@@ -117,14 +108,24 @@ class AttentionKey:
         return KernelSource(
             name=name,
             program="attention.metal",
-            body=f"{call}({arrays}, heads_inside<device {t}>(y, heads), float_of_bits(scale), {tail});",
-            inputs=("q", "k", "v"),
-            outputs=("y",),
-            numbers=("scale", "causal", "heads"),
+            body=f"{program}({arrays}, heads_inside<device {t}>(y, heads), {more}float_of_bits(scale), {tail});",
+            inputs=inputs,
+            outputs=outputs,
+            numbers=numbers,
             scratch=scratch,
-            strided=("q", "k", "v"),
+            strided=inputs,  # and so the counters are handed over as they lie, never as a copy
             simdgroups=c.simdgroups,
         )
+
+    def parts(self, candidate: AttentionTile, tokens: int) -> int:
+        """Return how many threadgroups share the keys of a head in a launch: none that would have no block of them."""
+        return max(1, min(candidate.parts, -(-tokens // candidate.block_keys)))
+
+    def arrays(self, candidate: AttentionTile, inputs: Sequence[mx.array]) -> list[mx.array]:
+        """Return all that a launch of a candidate reads: q, k, v and, where threadgroups share the keys, counters."""
+        if candidate.parts == 1:
+            return list(inputs)
+        return [*inputs, COUNTERS.take(max(1, inputs[0].shape[0] * self.key_value_heads))]
 
     def attend(
         self,
@@ -160,8 +161,15 @@ class AttentionKey:
         else:
             groups = batch * query_heads * -(-rows // candidate.block)
         bits = struct.unpack("<i", struct.pack("<f", scale))[0]
-        output = Output((batch, rows, query_heads * dimension), q.dtype)
-        return kernel(inputs, (output,), groups=groups, numbers=(bits, int(causal), query_heads), poison=poison)[0]
+        outputs = [Output((batch, rows, query_heads * dimension), q.dtype)]
+        numbers = [bits, int(causal), query_heads]
+        if candidate.parts > 1:
+            parts, shared = self.parts(candidate, tokens), query_heads // self.key_value_heads
+            outputs.append(Output((groups, parts, shared, dimension + 2), mx.float32))
+            numbers.append(parts)
+            groups *= parts
+        arrays = self.arrays(candidate, inputs)
+        return kernel(arrays, outputs, groups=groups, numbers=numbers, poison=poison)[0]
 
     def launch(
         self, kernel: Kernel, candidate: AttentionTile, inputs: Sequence[mx.array], *, poison: bool = False
@@ -208,59 +216,3 @@ class AttentionKey:
             "query_heads": self.query_heads,
             "token_bucket": self.tokens,
         }
-
-
-def _product(key: AttentionKey, limits: Limits) -> list[AttentionTile]:
-    if limits.is_gpu:
-        keys = [(64, 8), (32, 8), (32, 4), (64, 16), (128, 16), (128, 32)]
-        rows = [AttentionTile("rows", 1, block_keys, count) for block_keys, count in keys]
-        blocks = [(32, 4), (16, 2), (32, 2), (64, 4), (64, 8), (8, 1)]
-        matrix = [AttentionTile("matrix", block, keys, count) for block, count in blocks for keys in (32, 16, 64)]
-    else:
-        rows = [AttentionTile("rows", 1, block_keys) for block_keys in (128, 64, 256)]
-        heights = dict.fromkeys((2 * limits.lanes, limits.lanes, 4 * limits.lanes))
-        matrix = [AttentionTile("matrix", height, keys) for height in heights for keys in (64, 32, 128)]
-    return rows + matrix if key.rows == 1 else matrix + rows
-
-
-def is_valid(key: AttentionKey, tile: AttentionTile, limits: Limits) -> str | None:
-    """Return why a candidate is inadmissible for `key` on a device, or None where it may run."""
-    if key.dimension not in _HEAD_DIMS or key.dimension % (_FRAGMENT if limits.is_gpu else limits.lanes):
-        return f"head_dim is none of {', '.join(map(str, _HEAD_DIMS))}"
-    if key.query_heads % key.key_value_heads or key.query_heads // key.key_value_heads > 16:
-        return "more than 16 query heads share a key head, or an uneven number"
-    if tile.program == "rows" and key.rows > 1:
-        return "more than one query"
-    return _gpu_fault(key, tile, limits) if limits.is_gpu else _cpu_fault(key, tile, limits)
-
-
-def _cpu_fault(key: AttentionKey, tile: AttentionTile, limits: Limits) -> str | None:
-    if tile.program == "rows":
-        return None
-    if key.rows < limits.lanes // 2:
-        return "fewer queries than half the lanes"
-    if tile.block > max(limits.lanes, -(-key.rows // limits.lanes) * limits.lanes):
-        return "block is taller than the bucket"
-    scores, outputs = tile.block * tile.block_keys, (tile.block + tile.block_keys) * key.dimension
-    if 4 * (scores + 2 * outputs) > limits.threadgroup_bytes:
-        return "a block does not fit threadgroup memory"
-    return None
-
-
-def _gpu_fault(key: AttentionKey, tile: AttentionTile, limits: Limits) -> str | None:
-    if tile.simdgroups * limits.lanes > limits.threads:
-        return f"more threads than the device's {limits.threads}"
-    columns = -(-key.dimension // limits.lanes)  # of a row that a lane holds
-    if tile.program == "rows":
-        shared = key.query_heads // key.key_value_heads
-        floats = shared * (tile.block_keys // tile.simdgroups + 2 * columns)
-        memory = 4 * tile.simdgroups * (columns * limits.lanes + 2)
-    else:
-        if tile.block > max(_FRAGMENT, -(-key.rows // _FRAGMENT) * _FRAGMENT):
-            return "block is taller than the bucket"
-        fragments = tile.block // tile.simdgroups // _FRAGMENT
-        floats = fragments * (tile.block_keys + key.dimension) // 4
-        memory = tile.block * (key.dimension * DTYPES[key.dtype].size + 16)
-    if floats > _MOST_FLOATS:
-        return "scores and outputs do not fit the registers"
-    return "a block does not fit threadgroup memory" if memory > limits.threadgroup_bytes else None

@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 4  # rows of x that the decode program takes with one read of the
 _RING_BYTES = 96 << 10  # what a ring takes if that gives it stages enough: two threadgroups then share a processor
 _LEAST_STAGES, _MOST_STAGES = 4, 8
 _MOST_SUMS = 128  # of a lane: half of its registers
-_REGISTERS, _OTHER_REGISTERS = 1 << 16, 72  # of a processor; of a lane, beside its sums
+_OTHER_REGISTERS = 72  # of a lane, beside its sums
 _MOST_LOADED = 96  # registers of weights on their way to a lane
 
 
@@ -130,7 +130,7 @@ def _grouped_fault(tile: LinearTile, operands: int, dtype: str, limits: Limits) 
     if tile.block_m % tile.wm or tile.block_m // tile.wm < FRAGMENT_ROWS:
         return "a block is not whole fragments for each simdgroup"
     sums = operands * tile.block_m // tile.wm // 2
-    if (sums + _OTHER_REGISTERS) * tile.wm * tile.wn * limits.lanes > _REGISTERS or sums > _MOST_SUMS:
+    if (sums + _OTHER_REGISTERS) * tile.wm * tile.wn * limits.lanes > limits.threadgroup_registers or sums > _MOST_SUMS:
         return "accumulators do not fit the registers"
     return None
 

@@ -72,6 +72,8 @@ class Limits:
         tile_rows: rows of such a tile, 0 without a matrix unit.
         warpgroups: whether four simdgroups multiply together, from threadgroup memory, while they go on.
         threads: most threads of a threadgroup; 1 where one thread runs it all and lanes are a vector register's.
+        groups_exchange: whether a threadgroup can read what another one of the same launch has written.
+        threadgroup_registers: of all threads of a threadgroup together, 0 where it is not known.
     """
 
     lanes: int
@@ -81,6 +83,8 @@ class Limits:
     tile_rows: int = 0
     threads: int = 1
     warpgroups: bool = False
+    groups_exchange: bool = False
+    threadgroup_registers: int = 0
 
     @property
     def is_gpu(self) -> bool:

@@ -70,6 +70,8 @@ class CudaDevice:
             tile_rows=FRAGMENT_ROWS,
             threads=self.threads,
             warpgroups=self.capability == (9, 0),
+            groups_exchange=True,
+            threadgroup_registers=self.block_registers,
         )
 
 

@@ -127,6 +127,9 @@ struct QueryRows {
     for (int m = 0; m < ROWS; ++m) best[m] = metile::masked_score, sum[m] = 0;
   }
 
+  // Values n0.. will be accumulated next: nothing to do before.
+  void expect(Matrix<const T>, long) const {}
+
   template <typename S>
   void softmax(const S& block, float scale, long n0, long keys) const {
     float* scores = block.memory;

@@ -4,71 +4,6 @@
 // then those of the warps, and, where several threadgroups shared the keys, at last those.
 #pragma once
 
-// How a row of D elements is held.
-template <typename T, int D>
-struct HeadLayout {
-  static constexpr int held = Held<T>::count, chunks = D / held;
-  static constexpr int team = chunks > 16 ? 32 : chunks > 8 ? 16 : chunks > 4 ? 8 : 4;  // lanes that hold a row
-  static constexpr int runs = (chunks + team - 1) / team;                                  // 16 bytes of a lane
-  static constexpr int teams = simd_lanes / team, floats = runs * held;
-  static_assert(D % held == 0, "a row is whole 16 bytes");
-};
-
-// Scores: WN warps of BN / WN keys each. Key i * teams + t of a warp's part is that of team t.
-template <typename T, int P, int ROWS, int BN, int WN, int KU, int DEPTH>
-struct RowAccumulator {
-  typedef HeadLayout<T, DEPTH> Head;
-  static constexpr int tile_n = BN / WN, keys = (tile_n + Head::teams - 1) / Head::teams;  // of a team
-  static constexpr Index bytes = 0;
-  static_assert(P == 1, "queries meet one matrix of keys");
-  Group group;
-  float sums[keys][ROWS];  // in all lanes of a team, once multiplied
-
-  inline RowAccumulator(Group of, Index) : group(of) {}
-
-  // The row of key i of this lane's team, counted from the block's first; none if it is not below tile_n.
-  static inline int key(Group group, int i) { return i * Head::teams + group.lane / Head::team; }
-  static inline Index first(Group group, Index n0) { return n0 + group.simdgroup * tile_n; }
-
-  // = x . w[n0 : n0+BN, :]^T
-  inline void multiply(const RowStage<T, ROWS>& x, const Matrix<const T> (&w)[1], Index n0) {
-    const bool whole = w[0].is_aligned(), whole_x = x.x.is_aligned();
-    const int column = group.lane % Head::team * Head::held;
-    Words of_keys[keys][Head::runs];
-#pragma unroll
-    for (int i = 0; i < keys; ++i)
-#pragma unroll
-      for (int r = 0; r < Head::runs; ++r) {
-        const Index k = column + r * Head::team * Head::held;
-        const Index n = min_of(first(group, n0) + key(group, i), w[0].rows - 1);
-        of_keys[i][r] = load_words<true>(w[0].at(n, k), DEPTH - k, w[0].step, whole);
-      }
-#pragma unroll
-    for (int m = 0; m < ROWS; ++m) {
-#pragma unroll
-      for (int i = 0; i < keys; ++i) sums[i][m] = 0.0f;
-#pragma unroll
-      for (int r = 0; r < Head::runs; ++r) {
-        const Index k = column + r * Head::team * Head::held;
-        float query[Head::held], of_key[Head::held];
-        unpack(T(), query, load_words<false>(x.row(m) + k * x.x.step, DEPTH - k, x.x.step, whole_x));
-#pragma unroll
-        for (int i = 0; i < keys; ++i) {
-          unpack(T(), of_key, of_keys[i][r]);
-#pragma unroll
-          for (int e = 0; e < Head::held; ++e) sums[i][m] += query[e] * of_key[e];
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < keys; ++i)
-#pragma unroll
-      for (int m = 0; m < ROWS; ++m)
-#pragma unroll
-        for (int mask = Head::team / 2; mask; mask /= 2) sums[i][m] += shuffle_xor(sums[i][m], mask);
-  }
-};
-
 template <typename T, int ROWS, int BK, int D>
 struct QueryRows {
   typedef HeadLayout<T, D> Head;
@@ -76,10 +11,16 @@ struct QueryRows {
   static constexpr int row_floats = D + 2;  // of a joined row: outputs, maximum, sum
   static constexpr int fit = 32768 / (4 * group_simdgroups * row_floats);
   static constexpr int at_once = fit < 1 ? 1 : fit < ROWS ? fit : ROWS;  // rows that are joined between two barriers
-  static constexpr Index bytes = 4 * at_once * group_simdgroups * row_floats;
+  static constexpr int most_parts = 64;  // threadgroups that may share the keys
+  static constexpr Index shared_floats = at_once * group_simdgroups * row_floats;
+  static constexpr Index factor_floats = (most_parts + 1) * ROWS;  // a factor of each part, and a sum
+  static constexpr Index bytes = 4 * (shared_floats > factor_floats ? shared_floats : factor_floats);
+  // Whether a block's values are asked for before its scores are computed: where registers suffice.
+  static constexpr bool early = Scores::keys * Head::runs <= 4;
   Group group;
   float* memory;
   float best[ROWS], total[ROWS], outputs[ROWS][Head::floats];
+  Words values[Scores::keys][Head::runs];
 
   inline QueryRows(Group of, Index offset) : group(of), memory(of.memory<float>(offset)) {
 #pragma unroll
@@ -88,6 +29,11 @@ struct QueryRows {
 #pragma unroll
       for (int e = 0; e < Head::floats; ++e) outputs[m][e] = 0.0f;
     }
+  }
+
+  // Values n0.. will be accumulated next.
+  inline void expect(Matrix<const T> v, Index n0) {
+    if (early) load_values(v, n0);
   }
 
   // Scores of keys n0.. become weights in place.
@@ -114,26 +60,15 @@ struct QueryRows {
     }
   }
 
-  // outputs += weights . v
+  // outputs += weights . v, which are those that were expected
   inline void accumulate(const Scores& weights, Matrix<const T> v, Index n0) {
-    const bool whole = v.is_aligned();
-    const int column = group.lane % Head::team * Head::held;
-    Words of_values[Scores::keys][Head::runs];
-#pragma unroll
-    for (int i = 0; i < Scores::keys; ++i)
-#pragma unroll
-      for (int r = 0; r < Head::runs; ++r) {
-        const Index k = column + r * Head::team * Head::held;
-        const Index n = Scores::first(group, n0) + Scores::key(group, i);
-        const Index count = is_seen(i, n0, v.rows) ? D - k : 0;
-        of_values[i][r] = load_words<true>(v.at(min_of(n, v.rows - 1), k), count, v.step, whole);
-      }
+    if (!early) load_values(v, n0);
 #pragma unroll
     for (int i = 0; i < Scores::keys; ++i)
 #pragma unroll
       for (int r = 0; r < Head::runs; ++r) {
         float value[Head::held];
-        unpack(T(), value, of_values[i][r]);
+        unpack(T(), value, values[i][r]);
 #pragma unroll
         for (int m = 0; m < ROWS; ++m)
 #pragma unroll
@@ -146,29 +81,29 @@ struct QueryRows {
 #pragma unroll
     for (int first = 0; first < ROWS; first += at_once) {
       share(first);
-      for (int own = group.thread_index; own < at_once * D; own += group_threads) {
-        const int m = own / D, d = own % D;
+      for (int own = group.thread_index; own < at_once * D / 2; own += group_threads) {
+        const int m = own / (D / 2), d = own % (D / 2) * 2;
         const Joined joined = join_warps(m, d);
-        if (first + m < ROWS) *y.at(first + m, d) = T(joined.value / joined.total);
+        if (first + m < ROWS) store_pair(y.at(first + m, d), joined.value, joined.total, y.step);
       }
     }
   }
 
-  // The same where `parts` threadgroups shared the keys of this query: each writes what it has to its part of
-  // `partials` [parts][ROWS][D + 2], and the last of them to do so, told by `counter`, joins them all. The counter is
-  // 0 before and after.
+  // The same where `parts` threadgroups, at most `most_parts`, shared the keys of this query: each writes what it has
+  // to its part of `partials` [parts][ROWS][D + 2], and the last of them to do so, told by `counter`, joins them all.
+  // The counter is 0 before and after.
   inline void store_part(Matrix<T> y, float* partials, uint* counter, Index part, Index parts) {
     join_teams();
 #pragma unroll
     for (int first = 0; first < ROWS; first += at_once) {
       share(first);
-      for (int own = group.thread_index; own < at_once * D; own += group_threads) {
-        const int m = own / D, d = own % D;
+      for (int own = group.thread_index; own < at_once * D / 2; own += group_threads) {
+        const int m = own / (D / 2), d = own % (D / 2) * 2;
         const Joined joined = join_warps(m, d);
         if (first + m >= ROWS) continue;
-        float* to = partials + (part * ROWS + first + m) * row_floats;
-        to[d] = joined.value;
-        if (d == 0) to[D] = joined.best, to[D + 1] = joined.total;
+        Pair* to = (Pair*)(partials + (part * ROWS + first + m) * row_floats);
+        to[d / 2] = {{joined.value.at[0], joined.value.at[1]}};
+        if (d == 0) to[D / 2] = {{joined.best, joined.total}};
       }
     }
     publish();
@@ -176,23 +111,32 @@ struct QueryRows {
     const bool is_last = any_thread(group.thread_index == 0 && count_up(counter, uint(parts) - 1) == uint(parts) - 1);
     if (!is_last) return;
     publish();
-    for (int own = group.thread_index; own < ROWS * D; own += group_threads) {
-      const int m = own / D, d = own % D;
-      float most = masked_score, value = 0.0f, sum = 0.0f;
-      for (Index s = 0; s < parts; ++s) most = fmaxf(most, load_published(partials + (s * ROWS + m) * row_floats + D));
-      for (Index s = 0; s < parts; ++s) {
-        const float* row = partials + (s * ROWS + m) * row_floats;
-        const float factor = exponential(load_published(row + D) - most);
-        value += load_published(row + d) * factor, sum += load_published(row + D + 1) * factor;
-      }
-      *y.at(m, d) = T(value / sum);
-    }
+    join_parts(y, partials, parts);
   }
 
  private:
+  typedef Run<float, 2> Pair;
   struct Joined {
-    float value, best, total;
+    Floats<2> value;
+    float best, total;
   };
+
+  // Outputs of all parts, two to a thread: `columns` such pairs at a time, over `parts_at_once` parts.
+  static constexpr int pairs = ROWS * D / 2, own_pairs = (pairs + group_threads - 1) / group_threads;
+  static constexpr int columns = own_pairs < 4 ? own_pairs : 4, parts_at_once = columns < 3 ? 8 * (3 - columns) : 4;
+
+  inline void load_values(Matrix<const T> v, Index n0) {
+    const auto row = [&](int i) {
+      const Index n = min_of(Scores::first(group, n0) + Scores::key(group, i), v.rows - 1);
+      return typename Head::Row{v.row(n), is_seen(i, n0, v.rows) ? D : 0};
+    };
+    Head::template load<true>(values, row, v.step, v.is_aligned(), group.lane);
+  }
+
+  static inline void store_pair(T* to, Floats<2> value, float total, long long step) {
+    value.at[0] = value.at[0] / total, value.at[1] = value.at[1] / total;
+    ::store(to, value, 2, step);
+  }
 
   // Whether key i of the team is one of the warp's and below `keys`.
   inline bool is_seen(int i, Index n0, Index keys) const {
@@ -235,17 +179,93 @@ struct QueryRows {
     settle();
   }
 
-  // Column d of a shared row over all warps, each scaled to the largest maximum.
+  // Columns d and d + 1 of a shared row over all warps, each scaled to the largest maximum.
   inline Joined join_warps(int m, int d) const {
     const float* rows = memory + m * group_simdgroups * row_floats;
-    Joined joined = {0.0f, masked_score, 0.0f};
+    Joined joined = {Floats<2>(0.0f), masked_score, 0.0f};
 #pragma unroll
     for (int s = 0; s < group_simdgroups; ++s) joined.best = fmaxf(joined.best, rows[s * row_floats + D]);
 #pragma unroll
     for (int s = 0; s < group_simdgroups; ++s) {
-      const float factor = exponential(rows[s * row_floats + D] - joined.best);
-      joined.value += rows[s * row_floats + d] * factor, joined.total += rows[s * row_floats + D + 1] * factor;
+      const Pair value = *(const Pair*)(rows + s * row_floats + d), last = *(const Pair*)(rows + s * row_floats + D);
+      const float factor = exponential(last.at[0] - joined.best);
+      joined.value.at[0] += value.at[0] * factor, joined.value.at[1] += value.at[1] * factor;
+      joined.total += last.at[1] * factor;
     }
     return joined;
+  }
+
+  // The first outputs are asked for together with what they are weighed by: one wait, not two.
+  inline void join_parts(Matrix<T> y, const float* partials, Index parts) const {
+    float* factors = memory;
+    for (int base = group.thread_index; base < columns * group_threads * ceil_div(own_pairs, columns);
+         base += columns * group_threads) {
+      float next[parts_at_once][columns][2];
+      load_parts(next, partials, base, 0, parts);
+      if (base < columns * group_threads) {
+        weigh_parts(factors, partials, parts);
+        settle();
+      }
+      Floats<2> sums[columns];
+#pragma unroll
+      for (int c = 0; c < columns; ++c) sums[c] = Floats<2>(0.0f);
+      for (Index s = 0; s < parts; s += parts_at_once) {
+        if (s > 0) load_parts(next, partials, base, s, parts);
+#pragma unroll
+        for (int u = 0; u < parts_at_once; ++u)
+#pragma unroll
+          for (int c = 0; c < columns; ++c) {
+            const int m = min_of(base + c * group_threads, pairs - 1) / (D / 2);
+            const float factor = s + u < parts ? factors[(s + u) * ROWS + m] : 0.0f;
+            sums[c].at[0] += next[u][c][0] * factor, sums[c].at[1] += next[u][c][1] * factor;
+          }
+      }
+#pragma unroll
+      for (int c = 0; c < columns; ++c) {
+        const int own = base + c * group_threads, m = own / (D / 2), d = own % (D / 2) * 2;
+        if (own < pairs) store_pair(y.at(m, d), sums[c], factors[most_parts * ROWS + m], y.step);
+      }
+    }
+  }
+
+  // Pairs base, base + threads .. of parts s .., zero past the last.
+  inline void load_parts(float (&to)[parts_at_once][columns][2], const float* partials, int base, Index s,
+                         Index parts) const {
+#pragma unroll
+    for (int u = 0; u < parts_at_once; ++u)
+#pragma unroll
+      for (int c = 0; c < columns; ++c) {
+        const int own = base + c * group_threads, m = own / (D / 2), d = own % (D / 2) * 2;
+        to[u][c][0] = to[u][c][1] = 0.0f;
+        if (s + u < parts && own < pairs) load_published(to[u][c], partials + ((s + u) * ROWS + m) * row_floats + d);
+      }
+  }
+
+  // A warp to a row: the factor of each part and, after those of all, the sum over them.
+  inline void weigh_parts(float* factors, const float* partials, Index parts) const {
+    constexpr int each = most_parts / simd_lanes;
+    for (int m = group.simdgroup; m < ROWS; m += group_simdgroups) {
+      float ends[each][2], most = masked_score, sum = 0.0f;
+#pragma unroll
+      for (int h = 0; h < each; ++h) {
+        const Index s = group.lane + h * simd_lanes;
+        ends[h][0] = masked_score, ends[h][1] = 0.0f;
+        if (s < parts) load_published(ends[h], partials + (s * ROWS + m) * row_floats + D);
+      }
+#pragma unroll
+      for (int h = 0; h < each; ++h) most = fmaxf(most, ends[h][0]);
+#pragma unroll
+      for (int mask = 1; mask < simd_lanes; mask *= 2) most = fmaxf(most, shuffle_xor(most, mask));
+#pragma unroll
+      for (int h = 0; h < each; ++h) {
+        const Index s = group.lane + h * simd_lanes;
+        const float factor = exponential(ends[h][0] - most);
+        sum += ends[h][1] * factor;
+        if (s < parts) factors[s * ROWS + m] = factor;
+      }
+#pragma unroll
+      for (int mask = 1; mask < simd_lanes; mask *= 2) sum += shuffle_xor(sum, mask);
+      if (group.lane == 0) factors[most_parts * ROWS + m] = sum;
+    }
   }
 };
