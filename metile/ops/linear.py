@@ -13,8 +13,8 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
-from metile.ops.base import DTYPES, check_arrays, count_reasons
 from metile.ops import linear_cuda
+from metile.ops.base import DTYPES, check_arrays, count_reasons
 from metile.ops.linear_space import space_for
 from metile.ops.linear_tile import SCHEDULES, LinearTile
 from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output

@@ -72,9 +72,7 @@ def _rows(rows_at_once: int) -> Iterator[LinearTile]:
 
 
 def _direct() -> Iterator[LinearTile]:
-    for block_m, wm, wn, each, unroll in itertools.product(
-        (8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2), (1, 2, 4)
-    ):
+    for block_m, wm, wn, each, unroll in itertools.product((8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2), (1, 2, 4)):
         yield LinearTile("matrix", block_m, FRAGMENT_COLUMNS * wn * each, wm, wn, unroll, 0, "linear")
 
 

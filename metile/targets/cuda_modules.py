@@ -28,7 +28,7 @@ def folder() -> Path:
     if given:
         return Path(given)
     temporary = next((os.environ[name] for name in _TEMPORARY if os.environ.get(name)), "/tmp")
-    return Path(temporary) / "mlx" / mx.__version__ / "ptx"
+    return Path(temporary) / "mlx" / str(vars(mx)["__version__"]) / "ptx"
 
 
 @contextmanager
