@@ -106,11 +106,15 @@ struct QueryRows {
         if (d == 0) to[D / 2] = {{joined.best, joined.total}};
       }
     }
-    publish();
+    // A barrier, then one thread's fence: what it publishes are the writes of all that it has met there.
     settle();
-    const bool is_last = any_thread(group.thread_index == 0 && count_up(counter, uint(parts) - 1) == uint(parts) - 1);
-    if (!is_last) return;
-    publish();
+    bool is_last = false;
+    if (group.thread_index == 0) {
+      publish();
+      is_last = count_up(counter, uint(parts) - 1) == uint(parts) - 1;
+      publish();
+    }
+    if (!any_thread(is_last)) return;
     join_parts(y, partials, parts);
   }
 
