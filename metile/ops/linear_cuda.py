@@ -44,9 +44,10 @@ def slice_bytes(tile: LinearTile, operands: int, size: int) -> int:
 
 
 def stages(tile: LinearTile, operands: int, size: int) -> int:
-    """Return how many slices a ring holds."""
+    """Return how many slices a ring holds: of large ones so few that two threadgroups of four simdgroups fit."""
     taken = slice_bytes(tile, operands, size)
-    return min(max(_RING_BYTES // taken, _LEAST_STAGES), _MOST_STAGES) if taken else _LEAST_STAGES
+    least = _LEAST_STAGES - 1 if tile.wm * tile.wn <= 4 else _LEAST_STAGES
+    return min(max(_RING_BYTES // taken, least), _MOST_STAGES) if taken else _LEAST_STAGES
 
 
 def product(key: LinearKey, limits: Limits) -> Sequence[LinearTile]:

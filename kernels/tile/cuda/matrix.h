@@ -95,39 +95,56 @@ struct Accumulator {
   // All slices of k, through the ring.
   template <bool WHOLE>
   inline void slices(const Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Index n0) {
-    constexpr bool by_groups = grouped && WHOLE;
-    constexpr int ahead = group_stages - (by_groups ? 2 : 1);  // slices on their way; a product may still read one
+    if constexpr (WHOLE) {
+      const Column<false, BM, DEPTH, T> of_x(group, x.x, x.first);
+      const Column<true, BN, DEPTH, T> of_w(group, w[0], n0);
+      const T *from_x = of_x.source(x.x, x.first), *from_w[P];
+#pragma unroll
+      for (int p = 0; p < P; ++p) from_w[p] = of_w.source(w[p], n0);
+      walk<grouped>(x, w, n0, [&](int to, Index k) {
+        of_x.fetch(x.slice(to), from_x, k, x.x.columns);
+#pragma unroll
+        for (int p = 0; p < P; ++p) of_w.fetch(slice(to, p), from_w[p], k, x.x.columns);
+      });
+    } else {
+      walk<false>(x, w, n0, [&](int to, Index k) {
+        fetch_rows<false, false, BM, DEPTH>(group, x.slice(to), x.x, x.first, k);
+#pragma unroll
+        for (int p = 0; p < P; ++p) fetch_rows<true, false, BN, DEPTH>(group, slice(to, p), w[p], n0, k);
+      });
+    }
+  }
+
+  template <bool GROUPED, typename Fetch>
+  inline void walk(const Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Index n0, const Fetch& fetch) {
+    constexpr bool overlapped = GROUPED && P * BM * BN >= 1 << 15;  // products of a slice go on while the next begins
+    constexpr int ahead = group_stages - (overlapped ? 2 : 1);      // slices on their way
 #pragma unroll 1
-    for (int s = 0; s < ahead; ++s) fetch<WHOLE>(x, w, n0, s, s * DEPTH);
+    for (int s = 0; s < ahead; ++s) {
+      if (s * DEPTH < w[0].columns) fetch(s, s * DEPTH);
+      copy_commit();  // a slice past the end is a group with nothing in it
+    }
 #pragma unroll 1
     for (Index k = 0; k < w[0].columns; k += DEPTH) {
       copy_wait<ahead - 1>();
-      if constexpr (by_groups) publish_to_groups();
+      if constexpr (GROUPED) publish_to_groups();
       settle();  // all have this slice, and none is at work on the one that is fetched over
+      if constexpr (overlapped) grouped_slice(x);
       const int free = place + ahead < group_stages ? place + ahead : place + ahead - group_stages;
-      if constexpr (by_groups) {
-        grouped_slice(x);
-        fetch<WHOLE>(x, w, n0, free, k + ahead * DEPTH);
-        group_wait<1>();
-      } else {
-        fetch<WHOLE>(x, w, n0, free, k + ahead * DEPTH);
-        if (!is_idle(x, w, n0)) staged_slice(x);
+      if (k + ahead * DEPTH < w[0].columns) fetch(free, k + ahead * DEPTH);
+      copy_commit();
+      if constexpr (GROUPED) {
+        if constexpr (!overlapped) grouped_slice(x);
+        group_wait<overlapped ? 1 : 0>();
+      } else if (!is_idle(x, w, n0)) {
+        staged_slice(x);
       }
       place = place + 1 == group_stages ? 0 : place + 1;
     }
-    if constexpr (by_groups) group_wait<0>();
+    if constexpr (GROUPED) group_wait<0>();
   }
 
-  template <bool WHOLE>
-  inline void fetch(const Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Index n0, int to, Index k) const {
-    if (k < w[0].columns) {
-      x.template fetch<WHOLE>(group, to, k);
-#pragma unroll
-      for (int p = 0; p < P; ++p)
-        fetch_rows<true, WHOLE, BN, DEPTH>(group, memory + to * slice_bytes + p * BN * stride, w[p], n0, k);
-    }
-    copy_commit();  // a slice past the end is a group with nothing in it
-  }
+  inline char* slice(int to, int p) const { return memory + to * slice_bytes + p * BN * stride; }
 
   // 16 bytes of a row of the weights' slice.
   inline const char* weights(int p, int row, int chunk) const {

@@ -58,6 +58,43 @@ inline void fetch_rows(Group group, char* to, Matrix<const T> from, Index first_
   }
 }
 
+// What a thread brings of every slice of ROWS rows: 16 bytes of several of them, in one column. Rows past the last of the
+// matrix repeat it: nothing that comes of them is stored.
+template <bool PAIRED, int ROWS, int DEPTH, typename T>
+struct Column {
+  static constexpr int held = Held<T>::count, chunks = DEPTH / held;
+  static constexpr int apart = group_threads / chunks, turns = (ROWS + apart - 1) / apart;
+  static_assert(group_threads % chunks == 0, "a thread stays in its column");
+  int row, chunk;
+  uint offsets[turns];  // in elements, from the first of the rows
+
+  inline Column(Group group, Matrix<const T> of, Index first)
+      : row(group.thread_index / chunks), chunk(group.thread_index % chunks) {
+#pragma unroll
+    for (int i = 0; i < turns; ++i)
+      offsets[i] = uint(max_of(min_of(row + i * apart, of.rows - 1 - first), 0)) * uint(of.stride);
+  }
+
+  // Where the thread's column begins.
+  inline const T* source(Matrix<const T> of, Index first) const {
+    return of.row(min_of(first, of.rows - 1)) + chunk * held;
+  }
+
+  // Begin to bring those of the slice at column k0 to `slice`, zero past the last column.
+  inline void fetch(char* slice, const T* source, Index k0, Index columns) const {
+    const int bytes = k0 + chunk * held < columns ? 16 : 0;
+    constexpr bool even = apart % (PAIRED ? 16 : 8) == 0;  // the order of rows repeats from turn to turn
+    char* first = slice + staged_place<T, DEPTH>(PAIRED ? paired_row(row) : row, chunk);
+#pragma unroll
+    for (int i = 0; i < turns; ++i) {
+      const int own = row + i * apart;
+      char* place = even ? first + i * apart * staged_stride<T, DEPTH>()
+                         : slice + staged_place<T, DEPTH>(PAIRED ? paired_row(own) : own, chunk);
+      if (ROWS % apart == 0 || own < ROWS) copy_async(place, source + k0 + offsets[i], bytes);
+    }
+  }
+};
+
 // x[m0 : m0+BM, k0 : k0+DEPTH] and the slices after it, in a ring in shared memory at `offset`; or x where it lies, if
 // DEPTH is 0. A stage that does not feed a ring of its own DEPTH, as queries do, is brought once.
 template <typename T, int BM, int DEPTH>
@@ -76,27 +113,26 @@ struct Stage {
     settled = false;
   }
 
-  // Begin to bring the slice at k0 to a place of the ring.
-  template <bool WHOLE>
-  inline void fetch(Group group, int place, Index k0) const {
-    if constexpr (DEPTH > 0) fetch_rows<false, WHOLE, BM, DEPTH>(group, memory + place * slice_bytes, x, first, k0);
-  }
+  // A place of the ring.
+  inline char* slice(int place) const { return memory + place * slice_bytes; }
 
   // The slice as it was loaded, once, without a ring.
   inline void bring(Group group) {
-    if (DEPTH == 0 || settled) return;
-    settle();  // what was there has been read
-    if (x.is_aligned()) fetch<true>(group, 0, from);
-    else fetch<false>(group, 0, from);
-    copy_commit();
-    copy_wait<0>();
-    settle();
-    settled = true;
+    if constexpr (DEPTH > 0) {
+      if (settled) return;
+      settle();  // what was there has been read
+      if (x.is_aligned()) fetch_rows<false, true, BM, DEPTH>(group, memory, x, first, from);
+      else fetch_rows<false, false, BM, DEPTH>(group, memory, x, first, from);
+      copy_commit();
+      copy_wait<0>();
+      settle();
+      settled = true;
+    }
   }
 
   // 16 bytes of row m, of a place of the ring.
   inline const char* at(int place, int m, int chunk) const {
-    return memory + place * slice_bytes + staged_place<T, DEPTH>(m, chunk);
+    return slice(place) + staged_place<T, DEPTH>(m, chunk);
   }
 
   // A lane's 16 bytes of row m, k elements into the slice.
