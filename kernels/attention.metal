@@ -49,13 +49,14 @@ inline void attention_rows(Heads<const device T> q, Heads<const device T> k, Hea
                            Heads<device T> y, float scale, Group group) {
   typedef RowAccumulator<T, 1, HEADS, BK, row_wn(BK, HEADS), 1, D> Scores;
   typedef QueryRows<T, HEADS, BK, D> Queries;
-  const Index key_head = group.index % k.heads, batch = group.index / k.heads;
+  const Index first = group.index % (q.heads / HEADS) * HEADS, batch = group.index / (q.heads / HEADS);
+  const Index key_head = first * k.heads / q.heads;
   RowStage<T, HEADS> staged;
-  staged.load(group, Scores::bytes + Queries::bytes, q.across(batch, key_head * HEADS, HEADS), 0);
+  staged.load(group, Scores::bytes + Queries::bytes, q.across(batch, first, HEADS), 0);
   Scores scores(group, 0);
   Queries outputs(group, Scores::bytes);
   attend_to<BK>(staged, scores, outputs, k.head(batch, key_head), v.head(batch, key_head), scale, 0, k.rows);
-  outputs.store(y.across(batch, key_head * HEADS, HEADS));
+  outputs.store(y.across(batch, first, HEADS));
 }
 
 // The same where `parts` threadgroups share the keys of a head; a part past the end of the context has none. See
@@ -67,13 +68,14 @@ inline void attention_rows_split(Heads<const device T> q, Heads<const device T> 
   typedef RowAccumulator<T, 1, HEADS, BK, row_wn(BK, HEADS), 1, D> Scores;
   typedef QueryRows<T, HEADS, BK, D> Queries;
   const Index part = group.index % parts, block = group.index / parts;
-  const Index key_head = block % k.heads, batch = block / k.heads;
+  const Index first = block % (q.heads / HEADS) * HEADS, batch = block / (q.heads / HEADS);
+  const Index key_head = first * k.heads / q.heads;
   const Index span = round_up(ceil_div(k.rows, parts), BK), end = min_of(k.rows, (part + 1) * span);
   RowStage<T, HEADS> staged;
-  staged.load(group, Scores::bytes + Queries::bytes, q.across(batch, key_head * HEADS, HEADS), 0);
+  staged.load(group, Scores::bytes + Queries::bytes, q.across(batch, first, HEADS), 0);
   Scores scores(group, 0);
   Queries outputs(group, Scores::bytes);
   attend_to<BK>(staged, scores, outputs, k.head(batch, key_head), v.head(batch, key_head), scale, part * span, end);
-  outputs.store_part(y.across(batch, key_head * HEADS, HEADS), partials + block * parts * HEADS * (D + 2),
+  outputs.store_part(y.across(batch, first, HEADS), partials + block * parts * HEADS * (D + 2),
                      counters + block, part, parts);
 }

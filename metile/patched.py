@@ -25,6 +25,8 @@ from metile.tracing import is_traced
 # Targets whose kernels run when they are called; those of the others are nodes of MLX's graph.
 EAGER_TARGETS = frozenset({"cpu", "simulator"})
 
+_MOST_BOUND = 256  # launches that an entry keeps
+
 TRACED = "a transformation traces its input"  # why plain MLX ran
 
 
@@ -56,6 +58,8 @@ class Entry:
         if call is None:
             binder = _Binder(self.kernel)
             outputs = launch(binder)
+            if len(self.bound) >= _MOST_BOUND:  # the place of a launch that counts positions is new at every token
+                self.bound.clear()
             self.bound[place] = binder.bound
         else:
             outputs = call(inputs)

@@ -29,6 +29,15 @@ _NAMED = (frozenset[str](), frozenset(("mask", "cache")), frozenset(("cache",)),
 _CACHES = (type(None), KVCache, RotatingKVCache)
 
 
+def _holds(cache: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether keys of a shape are the first ones of a cache's own array, which is contiguous."""
+    if type(cache) is not KVCache or cache.keys is None:
+        return False
+    batch, heads, tokens, dimension = shape
+    held = cache.keys.shape
+    return bool(held[:2] == (batch, heads) and held[3] == dimension and tokens == cache.offset <= held[2])
+
+
 class DecoderState(State):
     """A module called with x, a mask and a cache."""
 
@@ -112,7 +121,7 @@ class AttentionState(DecoderState):
         try:
             entry = self._kernel(q, k, v, mask)
             if isinstance(entry, Entry):
-                return self._launch(entry, (q, k, v), scale, mask == "causal")
+                return self._launch(entry, (q, k, v), scale, mask == "causal", cache)
             self.runtime.passed[self.feature, entry] += 1
         except Exception as error:
             module = self.module()
@@ -122,17 +131,22 @@ class AttentionState(DecoderState):
             q = q.reshape(*q.shape[:2], self.op.query_heads, -1).transpose(0, 2, 1, 3)
         return decoder.plain_attend(q, k, v, scale, mask, cache)
 
-    def _launch(self, entry: Entry, inputs: tuple[mx.array, ...], scale: float, causal: bool) -> mx.array:
-        key = entry.key
+    def _launch(self, entry: Entry, inputs: tuple[mx.array, ...], scale: float, causal: bool, cache: Any) -> mx.array:
+        key, tokens = entry.key, 0
         assert isinstance(key, AttentionKey)
         candidate: Any = entry.candidate
+        parts = key.parts(candidate, inputs[1].shape[2])
         if self.runtime.target.name in EAGER_TARGETS:
             mx.eval(inputs)  # together: one by one they would wake MLX's thread three times
+        elif _holds(cache, inputs[1].shape):
+            tokens = inputs[1].shape[2]
+            inputs = (inputs[0], cache.keys, cache.values)
 
         def launch(kernel: Kernel) -> list[mx.array]:
-            return [key.attend(kernel, candidate, inputs, scale=scale, causal=causal)]
+            whole = tokens > 0
+            return [key.attend(kernel, candidate, inputs, scale=scale, causal=causal, tokens=tokens, whole=whole)]
 
-        place = inputs[0].shape, causal, key.parts(candidate, inputs[1].shape[2])
+        place = inputs[0].shape, causal, parts, tokens, inputs[1].shape[2] if tokens else 0
         return entry.run_bound(place, launch, key.arrays(candidate, inputs))[0]
 
     def _kernel(self, q: Any, k: Any, v: Any, mask: Any) -> Entry | str:

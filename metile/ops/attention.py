@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from metile.errors import mismatch
-from metile.ops.attention_space import AttentionTile, is_valid, product
+from metile.ops.attention_space import AttentionTile, is_valid, product, taken_heads
 from metile.ops.base import DTYPES, check_arrays, count_reasons
 from metile.ops.counters import COUNTERS
 from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output
@@ -77,18 +77,18 @@ class AttentionKey:
         The number of parts is one as well, so that one kernel serves all contexts and all candidates that share it.
         """
         t, c, d = KERNEL_TYPES[DTYPES[self.dtype]], candidate, self.dimension
-        numbers: tuple[str, ...] = ("scale", "causal", "heads")
+        numbers: tuple[str, ...] = ("scale", "causal", "heads", "tokens", "whole")
         inputs: tuple[str, ...] = ("q", "k", "v")
         outputs: tuple[str, ...] = ("y",)
         more, tail = "", "group"
         if c.program == "rows":
-            shared = self.query_heads // self.key_value_heads
+            shared = taken_heads(self, c)
             program = f"attention_rows<{t}, {d}, {shared}, {c.block_keys}>"
             scratch = (
                 f"RowAccumulator<{t}, 1, {shared}, {c.block_keys}, row_wn({c.block_keys}, {shared}), 1, {d}>::bytes"
                 f" + QueryRows<{t}, {shared}, {c.block_keys}, {d}>::bytes + RowStage<{t}, {shared}>::bytes({d})"
             )
-            name = f"attention_{self.dtype}_d{d}_h{shared}_{replace(c, parts=1).label()}"
+            name = f"attention_{self.dtype}_d{d}_h{shared}_{replace(c, parts=1, heads=0).label()}"
             if c.parts > 1:
                 program, name = program.replace("rows", "rows_split"), f"{name}_split"
                 # A kernel reads inputs only, as MLX sees it; these it counts in, and leaves as they were.
@@ -104,7 +104,8 @@ class AttentionKey:
             )
             name = f"attention_{self.dtype}_d{d}_{c.label()}"
         device = f"const device {t}"
-        arrays = f"queries<{device}>(q, heads), ::heads<{device}>(k), ::heads<{device}>(v)"
+        k, v = (f"upto(::heads<{device}>({name}), tokens)" for name in "kv")
+        arrays = f"queries<{device}>(q, heads), {k}, {v}"
         return KernelSource(
             name=name,
             program="attention.metal",
@@ -125,7 +126,7 @@ class AttentionKey:
         """Return all that a launch of a candidate reads: q, k, v and, where threadgroups share the keys, counters."""
         if candidate.parts == 1:
             return list(inputs)
-        return [*inputs, COUNTERS.take(max(1, inputs[0].shape[0] * self.key_value_heads))]
+        return [*inputs, COUNTERS.take(max(1, inputs[0].shape[0] * self.query_heads // taken_heads(self, candidate)))]
 
     def attend(
         self,
@@ -135,9 +136,21 @@ class AttentionKey:
         *,
         scale: float,
         causal: bool,
+        tokens: int = 0,
+        whole: bool = False,
         poison: bool = False,
     ) -> mx.array:
         """Run on q [B, H, L, D] or [B, L, H * D], and k, v [B, H_kv, S, D]; return [B, L, H * D].
+
+        Args:
+            kernel: of the candidate.
+            candidate: from `space`.
+            inputs: q, k and v.
+            scale: of the scores.
+            causal: whether a query sees only the keys up to its own; the last query sees all.
+            tokens: keys that count, the first ones of k and v; 0 for all.
+            whole: whether q, k and v are contiguous, so that a target need not read their strides.
+            poison: let the output hold NaN until it is written.
 
         Raises:
             MetileError: an input is of another shape or dtype, a causal mask has no key for the first query, or the
@@ -147,24 +160,26 @@ class AttentionKey:
             expected = "q [B, H, L, D] or [B, L, H * D], and k, v [B, H_kv, S, D]"
             raise mismatch(self.family, expected, ", ".join(str(array.shape) for array in inputs))
         q, k, _ = inputs
-        batch, rows, tokens = q.shape[0], q.shape[-2 if q.ndim == 4 else 1], k.shape[2]
+        batch, rows, room = q.shape[0], q.shape[-2 if q.ndim == 4 else 1], k.shape[2]
         query_heads, dimension = self.query_heads, self.dimension
         queries = (batch, query_heads, rows, dimension) if q.ndim == 4 else (batch, rows, query_heads * dimension)
-        cached = (batch, self.key_value_heads, tokens, dimension)
+        cached = (batch, self.key_value_heads, room, dimension)
         check_arrays(self.family, inputs, (queries, cached, cached), self.dtype)
-        if causal and rows > tokens:
-            raise mismatch(self.family, "a key for each query", f"{rows} queries and {tokens} keys")
+        if not 0 <= tokens <= room:
+            raise mismatch(self.family, f"at most {room} tokens, as many as k holds", tokens)
+        if causal and rows > (tokens or room):
+            raise mismatch(self.family, "a key for each query", f"{rows} queries and {tokens or room} keys")
         if candidate.program == "rows" and rows != 1:
             raise mismatch(self.family, f"one query for {candidate.label()}", rows)
         if candidate.program == "rows":
-            groups = batch * self.key_value_heads
+            groups = batch * query_heads // taken_heads(self, candidate)
         else:
             groups = batch * query_heads * -(-rows // candidate.block)
         bits = struct.unpack("<i", struct.pack("<f", scale))[0]
         outputs = [Output((batch, rows, query_heads * dimension), q.dtype)]
-        numbers = [bits, int(causal), query_heads]
+        numbers = [bits, int(causal), query_heads, tokens, int(whole)]
         if candidate.parts > 1:
-            parts, shared = self.parts(candidate, tokens), query_heads // self.key_value_heads
+            parts, shared = self.parts(candidate, tokens or room), taken_heads(self, candidate)
             outputs.append(Output((groups, parts, shared, dimension + 2), mx.float32))
             numbers.append(parts)
             groups *= parts
@@ -174,9 +189,9 @@ class AttentionKey:
     def launch(
         self, kernel: Kernel, candidate: AttentionTile, inputs: Sequence[mx.array], *, poison: bool = False
     ) -> list[mx.array]:
-        """Run with the scale and mask of `reference`."""
+        """Run with the scale and mask of `reference` on contiguous arrays."""
         scale = 1 / math.sqrt(self.dimension)
-        return [self.attend(kernel, candidate, inputs, scale=scale, causal=True, poison=poison)]
+        return [self.attend(kernel, candidate, inputs, scale=scale, causal=True, whole=True, poison=poison)]
 
     def reference(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         """Return plain MLX's causal attention at scale 1/sqrt(D), as [B, L, H * D]."""
@@ -186,7 +201,7 @@ class AttentionKey:
         return [y.transpose(0, 2, 1, 3).reshape(*y.shape[::2], -1)]
 
     def example(self, rows: int, seed: int) -> list[mx.array]:
-        """Return q, k, v ~ N(0, 1); k and v are slices of a longer cache, as in use."""
+        """Return q, k, v ~ N(0, 1), contiguous."""
         keys = mx.random.split(mx.random.key(seed), 3)
         context = max(rows, self.tokens * 3 // 4)
         cached = self.key_value_heads, max(context, self.tokens)
@@ -196,7 +211,7 @@ class AttentionKey:
             for (heads, length), key in zip(shapes, keys, strict=True)
         )
         mx.eval(q, k, v)
-        arrays = [q, k[..., :context, :], v[..., :context, :]]
+        arrays = [q, *(mx.contiguous(array[..., :context, :]) for array in (k, v))]
         mx.eval(arrays)
         return arrays
 

@@ -33,6 +33,7 @@ class AttentionTile:
         block_keys: keys taken between two updates of the running maximum.
         simdgroups: simdgroups of a threadgroup on a GPU; they share the queries of a block, or the keys.
         parts: threadgroups that may share the keys; fewer do where the context has fewer blocks of keys.
+        heads: query heads that a threadgroup takes; 0 for all that share a key head.
     """
 
     program: Literal["rows", "matrix"]
@@ -40,11 +41,13 @@ class AttentionTile:
     block_keys: int
     simdgroups: int = 1
     parts: int = 1
+    heads: int = 0
 
     def label(self) -> str:
         """Return the fields as one word."""
         ending = f"_s{self.simdgroups}" if self.simdgroups > 1 else ""
         ending += f"_p{self.parts}" if self.parts > 1 else ""
+        ending += f"_h{self.heads}" if self.heads else ""
         return f"{self.program}_b{self.block}_bk{self.block_keys}{ending}"
 
 
@@ -52,7 +55,12 @@ def product(key: AttentionKey, limits: Limits) -> list[AttentionTile]:
     """Return the whole product of plan fields, valid or not; the first valid one is the untuned default."""
     if limits.is_gpu:
         keys = [(64, 8), (32, 8), (32, 4), (64, 16), (128, 16), (128, 32)]
-        rows = [AttentionTile("rows", 1, *tile, parts) for parts in _parts(key, limits) for tile in keys]
+        rows = [
+            AttentionTile("rows", 1, *tile, parts, heads)
+            for parts in _parts(key, limits)
+            for heads in _heads(key, limits)
+            for tile in keys
+        ]
         blocks = [(32, 4), (16, 2), (32, 2), (64, 4), (64, 8), (8, 1)]
         matrix = [AttentionTile("matrix", block, keys, count) for block, count in blocks for keys in (32, 16, 64)]
     else:
@@ -72,6 +80,23 @@ def _parts(key: AttentionKey, limits: Limits) -> list[int]:
         return [1]
     usual = min(-(-key.tokens // _KEYS_EACH), max(1, _USUAL_GROUPS // (key.key_value_heads * key.batch)))
     return sorted(_PARTS, key=lambda parts: abs(math.log2(parts / usual)))
+
+
+def _heads(key: AttentionKey, limits: Limits) -> list[int]:
+    """Return numbers of query heads of a threadgroup, 0 for all that share a key head.
+
+    With fewer, keys are read more than once, from the cache; but there are more threadgroups to read them, and each has
+    less to join.
+    """
+    shared = key.query_heads // key.key_value_heads
+    if not limits.groups_exchange or key.rows > 1:
+        return [0]
+    return [0, *(shared // share for share in (2, 3) if shared % share == 0)]
+
+
+def taken_heads(key: AttentionKey, tile: AttentionTile) -> int:
+    """Return how many query heads a threadgroup of the program ``rows`` takes."""
+    return tile.heads or key.query_heads // key.key_value_heads
 
 
 def is_valid(key: AttentionKey, tile: AttentionTile, limits: Limits) -> str | None:
@@ -94,7 +119,7 @@ def _parts_fault(key: AttentionKey, tile: AttentionTile, limits: Limits) -> str 
         return "threadgroups cannot share the keys"
     if tile.parts > -(-key.tokens // tile.block_keys):
         return "more threadgroups share the keys than there are blocks of them"
-    if tile.parts * key.key_value_heads * key.batch > _MOST_GROUPS:
+    if tile.parts * key.query_heads // taken_heads(key, tile) * key.batch > _MOST_GROUPS:
         return "more threadgroups than run at once"
     return None
 
@@ -117,7 +142,7 @@ def _gpu_fault(key: AttentionKey, tile: AttentionTile, limits: Limits) -> str | 
         return f"more threads than the device's {limits.threads}"
     columns = -(-key.dimension // limits.lanes)  # of a row that a lane holds
     if tile.program == "rows":
-        shared = key.query_heads // key.key_value_heads
+        shared = taken_heads(key, tile)
         floats = shared * (tile.block_keys // tile.simdgroups + 2 * columns)
         memory = 4 * tile.simdgroups * (columns * limits.lanes + 2)
     else:
@@ -139,7 +164,7 @@ def _spills(key: AttentionKey, tile: AttentionTile, limits: Limits, floats: int)
     if tile.program == "matrix":
         return floats > _MOST_MATRIX_FLOATS
     most = min(limits.registers, limits.threadgroup_registers // (tile.simdgroups * limits.lanes)) - _OTHER_REGISTERS
-    shared = key.query_heads // key.key_value_heads
+    shared = taken_heads(key, tile)
     # So many heads fit with no block of keys: a part of what they hold is kept in memory.
     return _row_words(key, tile, shared) > (2 * most if shared > _FRAGMENT else most)
 

@@ -23,7 +23,8 @@ class KernelSource:
         body: statements that use the names below, ``group`` (the threadgroup) and nothing else.
         inputs: names of input arrays, in order.
         outputs: names of output arrays, in order.
-        numbers: names of integers known at launch.
+        numbers: names of integers known at launch. One called ``whole`` says, where it is not 0, that all inputs are
+            contiguous: strides of those that are `strided` need not be read.
         scratch: an expression of the numbers: bytes of threadgroup memory.
         strided: names of inputs taken with any strides; all others must fold to a matrix.
         fixed: names of numbers that a GPU must know to compile the kernel.

@@ -22,6 +22,7 @@ from metile.targets.gpu_text import MAX_DIMS, count_of, fold, sizes_of
 from metile.targets.nvrtc import Binary, Program, compile_program
 
 _MOST_LAUNCHES = 256  # that a kernel keeps described; one that counts positions meets a new one at every token
+WHOLE = "whole"  # the number that says whether all inputs are contiguous
 _MOST_THREADS = 2**31 - 1  # of a grid, which MLX counts in an int
 _LIKELY = (0, 16, 32, 64)  # depths of a slice that a search tries: compiled before it asks for them
 
@@ -110,11 +111,11 @@ class PlainForm:
         """Return the launch of a shape."""
         if self._handed is None:
             self._handed = self._load(shape.threads)
-        run, arguments = self._machine.precompiled, self._arguments(shape, self._handed)
-        return lambda inputs: run(inputs=inputs, **arguments)
+        return self._call(shape, self._handed)
 
-    def _arguments(self, shape: Shape, cubin: bytes) -> dict[str, Any]:
-        return {
+    def _call(self, shape: Shape, cubin: bytes) -> Call:
+        run = self._machine.precompiled
+        rest: dict[str, Any] = {
             "name": self._name,
             "compiled_source": cubin,
             "scalars": shape.sizes,
@@ -122,6 +123,7 @@ class PlainForm:
             "ensure_row_contiguous": True,
             **shape.arguments,
         }
+        return lambda inputs: run(inputs=inputs, **rest)
 
     def _load(self, threads: int) -> bytes:
         """Have MLX load the binary, by a launch that does nothing; return what launches have to hand over."""
@@ -130,7 +132,7 @@ class PlainForm:
         inputs = [mx.zeros((1,)) for _ in source.inputs]
 
         def attempt(cubin: bytes) -> None:
-            mx.eval(self._machine.precompiled(inputs=inputs, **self._arguments(nothing, cubin)))
+            mx.eval(self._call(nothing, cubin)(inputs))
 
         try:
             with cuda_modules.offered(self._name, self._binary.cubin):
@@ -223,19 +225,24 @@ class CudaKernel:
 
         return call
 
-    def form(self, fixed: Sequence[int]) -> Form:
+    def form(self, fixed: Sequence[int], whole: bool = True) -> Form:
         """Return the kernel for these values of the numbers that it must know.
+
+        Args:
+            fixed: the values.
+            whole: whether its inputs are contiguous, if it asks for that.
 
         Raises:
             CompileError: it cannot be compiled for them.
         """
-        key = tuple(fixed)
+        views = bool(self.source.strided) and not (whole and WHOLE in self.source.numbers)
+        key = (views, *fixed)
         found = self._forms.get(key)
         if found is None:
-            make = ViewForm if self.source.strided else PlainForm
-            name = "_".join([self._identity, *map(str, key)])
+            make = ViewForm if views else PlainForm
+            name = "_".join([self._identity, *map(str, fixed)])
             try:
-                found = make(self.source, key, name, self._machine)
+                found = make(self.source, fixed, name, self._machine)
             except CompileError as error:
                 found = error
             self._forms[key] = found
@@ -266,7 +273,8 @@ class CudaKernel:
             if name in source.strided and array.ndim > MAX_DIMS:
                 raise mismatch(source.name, f"{name} of at most {MAX_DIMS} axes", f"shape {array.shape}")
         known = dict(zip(source.numbers, numbers, strict=True))
-        form = self.form([known[name] if knows_numbers(source) else 0 for name in source.fixed])
+        fixed = [known[name] if knows_numbers(source) else 0 for name in source.fixed]
+        form = self.form(fixed, bool(known.get(WHOLE, 1)))
         shapes = [fold(array.shape) for array in inputs] + [fold(output.shape) for output in outputs]
         shape = Shape(
             outputs=tuple(output.shape for output in outputs),

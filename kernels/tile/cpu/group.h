@@ -62,6 +62,12 @@ struct Heads {
   }
 };
 
+// The first `count` rows of every head; all of them for 0.
+template <typename T>
+inline Heads<T> upto(Heads<T> a, long count) {
+  return Heads<T>{a.data, a.batch_stride, a.head_stride, a.stride, a.heads, count ? count : a.rows, a.columns};
+}
+
 template <typename T>
 inline Heads<T> heads(const metile::Array& a) {
   const long size = sizeof(T);

@@ -71,6 +71,12 @@ struct Heads {
   }
 };
 
+// The first `count` rows of every head; all of them for 0.
+template <typename T>
+inline Heads<T> upto(Heads<T> a, Index count) {
+  return Heads<T>{a.data, a.batch_stride, a.head_stride, a.stride, a.step, a.heads, count ? count : a.rows, a.columns};
+}
+
 template <typename T, typename A>
 inline Heads<T> heads(A a) {
   return Heads<T>{(T*)a.data,  a.strides[0], a.strides[1], a.strides[2],
