@@ -94,12 +94,17 @@ class Paired:
 
 
 def sample(work: Work, repeats: int = 1, *, clock: Clock = time.perf_counter) -> float:
-    """Return the seconds that one of `repeats` calls of `work` in a row takes."""
+    """Return the seconds that one of `repeats` calls of `work` in a row takes.
+
+    A work with a method ``prepare`` makes of the number of calls what runs them, before the clock starts.
+    """
     if repeats < 1:
         raise mismatch("sample", "at least 1 repeat", repeats)
+    prepare = getattr(work, "prepare", None)
+    run, calls = (work, repeats) if prepare is None else (prepare(repeats), 1)
     start = clock()
-    for _ in range(repeats):
-        work()
+    for _ in range(calls):
+        run()
     return max(clock() - start, TICK_SECONDS) / repeats
 
 

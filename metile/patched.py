@@ -19,11 +19,8 @@ from metile.instances import STATE, patched_class, plain_class, swap
 from metile.ops.base import OpKey, buckets_apart, operation
 from metile.rotary import rope_table
 from metile.sites import Declined, Site, key_at
-from metile.targets.base import Kernel, Output, Target
+from metile.targets.base import EAGER_TARGETS, Kernel, Output, Target
 from metile.tracing import is_traced
-
-# Targets whose kernels run when they are called; those of the others are nodes of MLX's graph.
-EAGER_TARGETS = frozenset({"cpu", "simulator"})
 
 _MOST_BOUND = 256  # launches that an entry keeps
 

@@ -15,10 +15,10 @@ from metile import decoder
 from metile.instances import state_of
 from metile.ops.attention import AttentionKey, token_bucket
 from metile.ops.base import DTYPES
-from metile.patched import EAGER_TARGETS, TRACED, Entry, MlpState, Runtime, State
+from metile.patched import TRACED, Entry, MlpState, Runtime, State
 from metile.rotary import rope_kind
 from metile.sites import Site
-from metile.targets.base import Kernel
+from metile.targets.base import EAGER_TARGETS, Kernel
 from metile.tracing import is_traced
 
 # By the number of positional arguments, which of x, mask and cache may come by name.

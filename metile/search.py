@@ -20,7 +20,7 @@ from metile.dispatch import Decision
 from metile.measure import Clock
 from metile.ops.base import OpKey, buckets_apart, operation
 from metile.store import DecisionStore
-from metile.targets.base import Kernel, KernelSource, Target
+from metile.targets.base import EAGER_TARGETS, Kernel, KernelSource, Target
 from metile.targets.compiler import CompileError
 from metile.traffic import CountsTraffic, decide_by_traffic
 from metile.trial import Contest, Tell, decide
@@ -290,7 +290,7 @@ class _Search:
             else:
                 rejected[candidate.label()] = "not tried: no time was left to compile it"
         tell = self._teller(key)
-        contest = Contest(key, kernels, rejected, seconds, self._seed)
+        contest = Contest(key, kernels, rejected, seconds, self._seed, self._target.name not in EAGER_TARGETS)
         if isinstance(self._target, CountsTraffic):
             decision = decide_by_traffic(contest, self._target, self._clock, tell)
         else:

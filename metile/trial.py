@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from metile.chain import Chain, Launch
 from metile.check import Case, fault, first_line, make_case, row_counts
 from metile.dispatch import Decision
 from metile.measure import Clock, Halving, Paired, Rotation, Work, halving, paired, sample
@@ -26,8 +27,9 @@ Tell = Callable[[str, str, int, int], None]  # stage, candidate, done, total
 SAMPLE_SECONDS = 0.002
 MOST_REPEATS = 64
 SLOW_SECONDS = 0.02  # plain MLX above this, warmed by smaller cases, is not called once more for its time
-COLD_BYTES = 64 << 20
-MOST_SETS = 8
+COLD_BYTES, MOST_SETS = 64 << 20, 8
+GRAPH_COLD_BYTES, GRAPH_MOST_SETS = 192 << 20, 256  # a GPU's second-level cache may hold 60 MB
+GRAPH_LEAST_REPEATS = 16  # the wait for an evaluation is then shared by so many
 LEAST_RACE_SECONDS = 0.05
 PAIRS = 9  # of the confirmation; fewer where plain MLX is slow ...
 LEAST_PAIRS = 3  # ... but never fewer than these
@@ -43,6 +45,7 @@ class Contest:
         rejected: candidates that are out already, with the reason.
         seconds: time for all of it.
         seed: of the inputs.
+        is_graph: whether launches are nodes of MLX's graph, which are timed many at once: see `metile.chain`.
     """
 
     key: OpKey
@@ -50,6 +53,7 @@ class Contest:
     rejected: Mapping[str, str]
     seconds: float
     seed: int = 0
+    is_graph: bool = False
 
 
 class Bench:
@@ -63,7 +67,7 @@ class Bench:
 
     def __init__(self, contest: Contest, case: Case, clock: Clock) -> None:
         self._contest, self._clock = contest, clock
-        self._next = _rotated(contest.key, case.inputs)
+        self._next = _rotated(contest.key, case.inputs, contest.is_graph)
         self._repeats: dict[Any | None, int] = {}
         self._plain_total = self._others_total = 0.0
         self.plain_seconds = case.plain_seconds
@@ -72,18 +76,24 @@ class Bench:
 
     def work(self, candidate: Any | None) -> Work:
         """Return a call of a candidate, or of plain MLX, that returns when its work is done."""
+        launch = self._launch(candidate)
+        if self._contest.is_graph:
+            return Chain(launch, self._next)
+        return lambda: mx.eval(launch(self._next()))
+
+    def _launch(self, candidate: Any | None) -> Launch:
         key = self._contest.key
         if candidate is None:
-            return lambda: mx.eval(key.reference(self._next()))
+            return key.reference
         kernel = self._contest.kernels[candidate]
-        return lambda: mx.eval(key.launch(kernel, candidate, self._next()))
+        return lambda inputs: key.launch(kernel, candidate, inputs)
 
     def repeats(self, candidate: Any | None) -> int:
         """Return how many calls a sample takes to last long enough for the clock."""
         if candidate not in self._repeats:
             seconds = self.plain_seconds if candidate is None else self._warm(candidate)
             wanted = math.ceil(SAMPLE_SECONDS / max(seconds, SAMPLE_SECONDS / MOST_REPEATS))
-            self._repeats[candidate] = wanted
+            self._repeats[candidate] = max(wanted, GRAPH_LEAST_REPEATS if self._contest.is_graph else 1)
         return self._repeats[candidate]
 
     def measure(self, candidate: Any | None) -> float:
@@ -114,7 +124,7 @@ class Bench:
         return sample(self.work(candidate), repeats, clock=self._clock)
 
 
-def _rotated(key: OpKey, inputs: list[mx.array]) -> Callable[[], list[mx.array]]:
+def _rotated(key: OpKey, inputs: list[mx.array], is_graph: bool) -> Callable[[], list[mx.array]]:
     """Return a function that gives `inputs` with the weights in another place at each call."""
     places = key.weight_inputs()
     set_bytes = sum(inputs[place].nbytes for place in places)
@@ -126,7 +136,8 @@ def _rotated(key: OpKey, inputs: list[mx.array]) -> Callable[[], list[mx.array]]
         mx.eval(copied)
         return copied
 
-    cold = min(COLD_BYTES, (MOST_SETS - 1) * set_bytes)
+    wanted, sets = (GRAPH_COLD_BYTES, GRAPH_MOST_SETS) if is_graph else (COLD_BYTES, MOST_SETS)
+    cold = min(wanted, (sets - 1) * set_bytes)
     return Rotation(make, set_bytes, cold_bytes=cold, memory_bytes=available_bytes() // 10).next
 
 

@@ -107,6 +107,7 @@ class LinearKey:
             fixed=("outer_k",),
             simdgroups=c.wm * c.wn,
             stages=linear_cuda.stages(c, p, DTYPES[self.dtype].size),
+            likely=linear_cuda.likely_depths(c),
         )
 
     def launch(

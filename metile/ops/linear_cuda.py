@@ -50,6 +50,11 @@ def stages(tile: LinearTile, operands: int, size: int) -> int:
     return min(max(_RING_BYTES // taken, least), _MOST_STAGES) if taken else _LEAST_STAGES
 
 
+def likely_depths(tile: LinearTile) -> tuple[int, ...]:
+    """Return the depths of a slice that tiles of one kernel may have."""
+    return (tile.outer_k,) if not tile.outer_k or is_grouped(tile) else (32, 64)
+
+
 def product(key: LinearKey, limits: Limits) -> Sequence[LinearTile]:
     """Return the whole product of plan fields, valid or not."""
     del limits

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
+
+# Targets whose kernels run when they are called; those of the others are nodes of MLX's graph.
+EAGER_TARGETS = frozenset({"cpu", "simulator"})
 
 # The name of each dtype in kernel text.
 KERNEL_TYPES: dict[mx.Dtype, str] = {mx.bfloat16: "bfloat", mx.float16: "half", mx.float32: "float"}
@@ -30,6 +33,7 @@ class KernelSource:
         fixed: names of numbers that a GPU must know to compile the kernel.
         simdgroups: simdgroups of a threadgroup, where a threadgroup is more than one thread.
         stages: slices of k in threadgroup memory at once, where a target brings them there ahead of their use.
+        likely: values of the first fixed number that launches are known to have; no part of what the kernel is.
     """
 
     name: str
@@ -43,6 +47,7 @@ class KernelSource:
     fixed: tuple[str, ...] = ()
     simdgroups: int = 1
     stages: int = 4
+    likely: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def identity(self, sources: str) -> str:
         """Return the kernel's unique name: its name and a digest of its text and of `sources`.

@@ -252,7 +252,7 @@ class CudaKernel:
 
     def likely(self) -> list[tuple[int, ...]]:
         """Return the values of its numbers for which a launch is likely to want it."""
-        values = _LIKELY if knows_numbers(self.source) else (0,)
+        values = (self.source.likely or _LIKELY) if knows_numbers(self.source) else (0,)
         return [(value,) * len(self.source.fixed) for value in values]
 
     def _launch(
