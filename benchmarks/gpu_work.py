@@ -25,7 +25,6 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 CONTEXTS = (256, 1024, 4096, 16384)
 HEADS, KEY_HEADS, DIMENSION = 12, 2, 128
 EPS = 1e-6
-LONGER = 64  # tokens that a cache has room for
 _MOST_SETS = 512
 
 Launch = Callable[[Sequence[mx.array]], list[mx.array]]
@@ -70,10 +69,10 @@ class Operation:
         """Return inputs of just this size."""
         if isinstance(self.key, AttentionKey):
             keys = mx.random.split(mx.random.key(5), 3)
-            shapes = ((1, HEADS, 1, DIMENSION), *(((1, KEY_HEADS, self.context + LONGER, DIMENSION),) * 2))
-            q, k, v = (mx.random.normal(s, key=key).astype(mx.bfloat16) for s, key in zip(shapes, keys, strict=True))
-            mx.eval(q, k, v)
-            return [q, k[..., : self.context, :], v[..., : self.context, :]]
+            shapes = ((1, HEADS, 1, DIMENSION), *(((1, KEY_HEADS, self.context, DIMENSION),) * 2))
+            made = [mx.random.normal(s, key=key).astype(mx.bfloat16) for s, key in zip(shapes, keys, strict=True)]
+            mx.eval(made)
+            return made
         arrays: list[mx.array] = self.key.example(self.rows, 5)
         return arrays
 
@@ -141,21 +140,13 @@ class Chain:
         cold = min(cold_bytes, (_MOST_SETS - 1) * set_bytes)
 
         def make(index: int) -> list[mx.array]:
-            copied = [self._copy(a) if index and place in places else a for place, a in enumerate(self.inputs)]
+            copied = [a + 0 if index and place in places else a for place, a in enumerate(self.inputs)]
             mx.eval(copied)
             return copied
 
         self._rotation = Rotation(make, set_bytes or 1, cold_bytes=cold if set_bytes else 0, memory_bytes=memory_bytes)
         self.sets = len(self._rotation)
         self.is_cold = not set_bytes or self._rotation.is_cold
-
-    def _copy(self, array: mx.array) -> mx.array:
-        """Return an array in another place; keys and values as a slice of a longer cache again."""
-        if not self.operation.context:
-            return array + 0
-        longer = mx.pad(array, [(0, 0), (0, 0), (0, LONGER), (0, 0)])
-        mx.eval(longer)
-        return longer[..., : self.operation.context, :]
 
     def build(self, launch: Launch, launches: int) -> mx.array:
         """Return the end of a chain, not evaluated."""
