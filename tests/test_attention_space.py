@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from kernel_checks import check_identities
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from test_attention import arrays
 
 from metile.dispatch import Decision, Plan
@@ -165,7 +167,7 @@ def test_launches(tokens: int, parts: int) -> None:
     (launch,) = kernel.launches
     assert y.shape == (batch, 1, 12 * 128)
     assert launch["groups"] == batch * 2 * parts
-    assert launch["numbers"] == [0x3F000000, 1, 12, parts]
+    assert launch["numbers"] == [0x3F000000, 1, 12, 0, 0, parts]
     assert [(output.shape, output.dtype) for output in launch["outputs"]] == [
         ((batch, 1, 12 * 128), mx.bfloat16),
         ((batch * 2, parts, 6, 130), mx.float32),
@@ -190,14 +192,38 @@ def test_no_sequences() -> None:
     assert KEY.attend(kernel, SPLIT, inputs, scale=0.5, causal=True).shape == (0, 1, 12 * 128)
 
 
+def patched_on(target: str) -> SimpleNamespace:
+    """Return what `AttentionState._launch` asks of itself."""
+    return SimpleNamespace(runtime=SimpleNamespace(target=SimpleNamespace(name=target)))
+
+
+def test_a_patched_layer_hands_over_a_whole_cache_where_launches_are_a_graph() -> None:
+    key, tile = AttentionKey(1, 256, 4, 2, 64, "float32"), AttentionTile("rows", 1, 16, 1, 4)
+    for target, whole in (("cuda", True), ("cpu", False)):
+        kernel, cache = Recorder(key.source(tile)), KVCache()
+        entry, state = Entry(key, tile, kernel), patched_on(target)
+        for tokens in (20, 1):
+            q, k, v = arrays(key, 1, tokens)
+            k, v = cache.update_and_fetch(k, v)
+            AttentionState._launch(state, entry, (q, k, v), 0.5, False, cache)  # type: ignore[arg-type]
+        seen = [(launch["inputs"][1].shape[2], *launch["numbers"][3:5]) for launch in kernel.launches]
+        assert seen == ([(256, 20, 1), (256, 21, 1)] if whole else [(20, 0, 0), (21, 0, 0)])
+    rotating = RotatingKVCache(64)
+    k, v = rotating.update_and_fetch(*arrays(key, 1, 20)[1:])
+    kernel = Recorder(key.source(tile))
+    entry = Entry(key, tile, kernel)
+    AttentionState._launch(patched_on("cuda"), entry, (q, k, v), 0.5, False, rotating)  # type: ignore[arg-type]
+    assert kernel.launches[0]["numbers"][3:5] == [0, 0]
+
+
 def test_a_patched_layer_gives_each_launch_its_parts_and_counters() -> None:
     tile = AttentionTile("rows", 1, 16, 1, 4)
     key = AttentionKey(1, 256, 4, 2, 64, "float32")
     kernel = Recorder(key.source(tile))
-    entry = Entry(key, tile, kernel)
+    entry, state = Entry(key, tile, kernel), patched_on("cuda")
     for tokens in (15, 16, 17, 64, 65, 66, 17):
-        AttentionState._launch(None, entry, tuple(arrays(key, 1, tokens)), 0.5, False)  # type: ignore[arg-type]
-    assert [launch["numbers"][3] for launch in kernel.launches] == [1, 1, 2, 4, 4, 4, 2]
+        AttentionState._launch(state, entry, tuple(arrays(key, 1, tokens)), 0.5, False, None)  # type: ignore[arg-type]
+    assert [launch["numbers"][5] for launch in kernel.launches] == [1, 1, 2, 4, 4, 4, 2]
     assert [launch["groups"] for launch in kernel.launches] == [2, 2, 4, 8, 8, 8, 4]
     assert [launch["outputs"][1].shape[1] for launch in kernel.launches] == [1, 1, 2, 4, 4, 4, 2]
     assert [launch["inputs"][1].shape[2] for launch in kernel.launches] == [15, 16, 17, 64, 65, 66, 17]

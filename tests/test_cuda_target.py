@@ -5,11 +5,12 @@ Where NVRTC is found, what the target compiles is really compiled; everywhere, l
 
 from __future__ import annotations
 
-import ctypes
+import dataclasses
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,13 +22,12 @@ from metile.ops.attention_space import AttentionTile
 from metile.ops.linear import LinearKey
 from metile.ops.linear_tile import LinearTile
 from metile.ops.norm import NormKey, NormTile
-from metile.ops.rope import RopeKey, RopeTile
 from metile.search import CompilesMany
-from metile.targets import choose_target, nvrtc
+from metile.targets import choose_target, cuda_modules, nvrtc
 from metile.targets.base import KernelSource, Output, Target
 from metile.targets.compiler import CompileError
 from metile.targets.cuda import CudaKernel, CudaTarget, Machine, knows_numbers
-from metile.targets.cuda_device import CudaDevice, Driver
+from metile.targets.cuda_device import CudaDevice
 from metile.targets.cuda_text import checked_view_text, kernel_text, view_text
 from metile.targets.nvrtc import Binary, Program
 
@@ -42,7 +42,7 @@ SOURCE = KernelSource("k", "norm.metal", "y.data[0] = count;", ("x", "w"), ("y",
 
 @dataclass
 class World:
-    """A GPU that records: programs that were compiled, and launches with what MLX would be told."""
+    """A GPU that records: programs that were compiled, launches with what MLX would be told, modules that it found."""
 
     scratch: int = 64
     programs: list[Program] = field(default_factory=list)
@@ -50,6 +50,8 @@ class World:
     texts: list[dict[str, Any]] = field(default_factory=list)
     rejects: Callable[[Program], bool] = lambda program: False
     fails: str = ""
+    looks_for_modules: bool = True
+    loaded: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def machine(self) -> Machine:
@@ -69,6 +71,11 @@ class World:
     def _launch(self, **launch: Any) -> list[mx.array]:
         if self.fails:
             raise RuntimeError(self.fails)
+        offered = cuda_modules.folder() / f"{launch.get('name', '')}_553e93901e462a6e.ptx"
+        if launch.get("compiled_source") == b"" and launch["name"] not in self.loaded:
+            if not self.looks_for_modules or not offered.is_file():
+                raise RuntimeError("Failed to load compiled kernel")
+            self.loaded[launch["name"]] = offered.read_bytes()
         self.launches.append(launch)
         kinds = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
         return [mx.full(shape, launch.get("init_value", 1.0), dtype) for shape, dtype in kinds]
@@ -76,6 +83,13 @@ class World:
     def _jit(self, **text: Any) -> Callable[..., list[mx.array]]:
         self.texts.append(text)
         return self._launch
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what MLX looks for out of its own folder."""
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "modules"))
+    cuda_modules.folder().mkdir()
 
 
 @pytest.fixture
@@ -107,8 +121,10 @@ def test_a_launch_is_what_the_text_expects(world: World) -> None:
     assert launch["shared_memory"] == first["shared_memory"] == 64
     assert launch["ensure_row_contiguous"]
     assert "init_value" not in launch
-    # The binary is handed over once, by a launch that finds no threadgroup to run.
-    assert (first["compiled_source"], launch["compiled_source"]) == (b"cubin 1", b"")
+    # The binary is found once, by a launch that finds no threadgroup to run; nothing is ever handed over.
+    assert (first["compiled_source"], launch["compiled_source"]) == (b"", b"")
+    assert world.loaded == {launch["name"]: b"cubin 1"}
+    assert list(cuda_modules.folder().iterdir()) == []
     assert first["name"] == launch["name"]
     assert set(first["scalars"]) == {0}
     (program,) = world.programs
@@ -118,6 +134,24 @@ def test_a_launch_is_what_the_text_expects(world: World) -> None:
     assert kinds == ["const void*"] * 3 + ["void*"] + ["int"] * len(launch["scalars"])
     assert parameters[1].startswith("const void* x_data, const void* w0_data, const void* extra_data, void* y_data, ")
     assert "__launch_bounds__(64)" in program.text
+
+
+def test_an_mlx_that_looks_for_no_modules_is_handed_the_binary(world: World) -> None:
+    world.looks_for_modules = False
+    kernel = world.target.compile(SOURCE)
+    for _ in range(2):
+        kernel([mx.zeros((1,))] * 2, [Output((1,), mx.float32)], groups=1, numbers=(0, 0))
+    assert [launch["compiled_source"] for launch in world.launches] == [b"cubin 1"] * 3
+
+
+def test_a_folder_that_cannot_be_written_does_not_matter(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, data: bytes) -> None:
+        raise OSError(f"{path} {len(data)}")
+
+    monkeypatch.setattr("metile.targets.cuda_modules.write_atomic", refuse)
+    kernel = world.target.compile(SOURCE)
+    kernel([mx.zeros((1,))] * 2, [Output((1,), mx.float32)], groups=1, numbers=(0, 0))
+    assert [launch["compiled_source"] for launch in world.launches] == [b"cubin 1"] * 2
 
 
 def test_a_poisoned_launch_begins_with_nan(world: World) -> None:
@@ -144,6 +178,7 @@ def test_a_bound_launch_follows_the_shapes_it_gets(world: World) -> None:
     call = kernel.bind([Output((2,), mx.float32)], groups=5, numbers=(7, 16))
     for length in (3, 4, 3):
         assert len(call([mx.zeros((length,)), mx.zeros((1, 1))])) == 1
+    call([mx.zeros((3,)), mx.zeros((1, 1))])  # which MLX repeats by itself
     scalars = [list(launch["scalars"]) for launch in world.launches[1:]]
     expected = [[5, 7, 16, 1, length, 0, 0, 0, 2, 1, 1, 0, 0, 1, 2, 0, 0, 0] for length in (3, 4, 3)]
     assert scalars == expected
@@ -173,9 +208,9 @@ def test_many_kernels_are_compiled_for_what_launches_want(world: World) -> None:
     world.rejects = lambda program: "outer_k = 16;" in program.text or "epilogue = 9" in program.text
     kernels = target.compile_all([LINEAR.source(MATRIX), LINEAR.source(ROWS)])
     assert all(isinstance(kernel, CudaKernel) for kernel in kernels)
-    assert len(world.programs) == 4 + 1
+    assert len(world.programs) == 2 + 1  # both depths that tiles of the kernel may have
     LINEAR.launch(kernels[0], MATRIX, LINEAR.example(16, seed=0))  # type: ignore[arg-type]
-    assert len(world.programs) == 5
+    assert len(world.programs) == 3
     with pytest.raises(CompileError, match="rejected"):
         LINEAR.launch(kernels[0], LinearTile("matrix", 16, 32, 1, 2, 1, 16, "linear"), LINEAR.example(16, 0))  # type: ignore[arg-type]
     world.rejects = lambda program: True
@@ -227,7 +262,16 @@ def attention(world: World, tokens: int = 200) -> None:
     tile = AttentionTile("rows", 1, 32, 4)
     q, k, v = ATTENTION.example(1, seed=0)
     kernel = world.target.compile(ATTENTION.source(tile))
-    ATTENTION.launch(kernel, tile, [q, k[..., :tokens, :], v[..., :tokens, :]])
+    ATTENTION.attend(kernel, tile, [q, k[..., :tokens, :], v[..., :tokens, :]], scale=0.125, causal=True)
+
+
+def test_whole_arrays_need_no_views(world: World) -> None:
+    tile = AttentionTile("rows", 1, 32, 4)
+    kernel = world.target.compile(ATTENTION.source(tile))
+    ATTENTION.attend(kernel, tile, ATTENTION.example(1, seed=0), scale=0.125, causal=True, tokens=33, whole=True)
+    assert world.texts == []
+    assert list(world.launches[-1]["scalars"][3:6]) == [4, 33, 1]
+    assert "strided_array(" not in world.programs[-1].text.rpartition("__global__")[2]
 
 
 def test_views_are_launched_with_their_strides(world: World) -> None:
@@ -243,7 +287,7 @@ def test_views_are_launched_with_their_strides(world: World) -> None:
         assert not re.search(rf"_data{word}\b", text["source"])
     sizes, _, k, _ = launch["inputs"]
     assert sizes.dtype == mx.int32
-    assert sizes.tolist()[4:19] == [4, 1, 4, 1, 64, 4, 1, 2, 100, 64, 4, 1, 2, 100, 64]
+    assert sizes.tolist()[6:21] == [4, 1, 4, 1, 64, 4, 1, 2, 100, 64, 4, 1, 2, 100, 64]
     assert k.shape == (1, 2, 100, 64)
     assert launch["threadgroup"] == (128, 1, 1)
     assert launch["grid"] == (2 * 128, 1, 1)
@@ -259,17 +303,15 @@ def test_the_text_for_views_says_what_mlx_leaves_out(world: World) -> None:
 
 
 def test_inputs_that_are_no_views_are_made_contiguous(world: World) -> None:
-    key, tile = RopeKey(4, 2, 1, 64, "float16"), RopeTile(4, 2)
-    source = key.source(tile)
+    source = dataclasses.replace(SOURCE, strided=SOURCE.inputs[:1])
     kernel = world.target.compile(source)
-    arrays = [mx.zeros((1, 3, 128)), mx.zeros((1, 3, 64)), mx.zeros((1, 3, 64)), mx.zeros((128, 8)).T]
-    outputs = [Output((1,), mx.float16)] * len(source.outputs)
-    kernel(arrays, outputs, groups=1, numbers=[0] * len(source.numbers))
-    table = world.launches[0]["inputs"][1 + source.inputs.index("table")]
-    assert table.shape == (8, 128)
-    assert memoryview(table).c_contiguous
+    arrays, outputs = [mx.zeros((1, 3, 128)), mx.zeros((128, 8)).T], [Output((1,), mx.float16)]
+    kernel(arrays, outputs, groups=1, numbers=(0, 0))
+    other = world.launches[0]["inputs"][2]
+    assert other.shape == (8, 128)
+    assert memoryview(other).c_contiguous
     with pytest.raises(MetileError, match="at most 4 axes"):
-        kernel([mx.zeros((1,) * 5), *arrays[1:]], outputs, groups=1, numbers=[0] * len(source.numbers))
+        kernel([mx.zeros((1,) * 5), arrays[1]], outputs, groups=1, numbers=(0, 0))
 
 
 def test_which_kernels_know_numbers() -> None:
@@ -280,56 +322,7 @@ def test_which_kernels_know_numbers() -> None:
         kernel_text(SOURCE, (), "k")
 
 
-# ---- the driver ----
-
-
-class FakeDriver:
-    """A driver's library that answers from a table."""
-
-    def __init__(self, **changed: int) -> None:
-        known = {1: 1024, 10: 32, 12: 65536, 16: 132, 38: 60 << 20, 75: 9, 76: 0, 97: 232448}
-        self.known = known | {int(name[1:]): value for name, value in changed.items()}
-
-    def cuInit(self, flags: int) -> int:  # noqa: N802
-        return self.known.get(-1, flags)
-
-    def cuDriverGetVersion(self, to: Any) -> int:  # noqa: N802
-        to._obj.value = 13000
-        return 0
-
-    def cuDeviceGet(self, to: Any, index: int) -> int:  # noqa: N802
-        to._obj.value = index
-        return 0 if index == 0 else 101
-
-    def cuDeviceGetName(self, to: Any, length: int, device: Any) -> int:  # noqa: N802
-        to.value = b"NVIDIA H200"
-        return 0
-
-    def cuDeviceGetAttribute(self, to: Any, number: int, device: Any) -> int:  # noqa: N802
-        to._obj.value = self.known[number]
-        return 0
-
-
-def test_a_device_is_what_the_driver_says() -> None:
-    assert Driver(FakeDriver()).device() == HOPPER
-    assert HOPPER.architecture == "sm_90a"
-    assert Driver(FakeDriver(_75=8, _76=6)).device().architecture == "sm_86"
-
-
-def test_an_old_gpu_and_a_missing_one_are_named() -> None:
-    with pytest.raises(MetileError, match=r"expected a GPU of compute capability 8.0 or more but got NVIDIA H200, 7.5"):
-        Driver(FakeDriver(_75=7, _76=5)).device()
-    with pytest.raises(MetileError, match="error 101 of cuDeviceGet"):
-        Driver(FakeDriver()).device(1)
-
-
-def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> ctypes.CDLL:
-        raise OSError(name)
-
-    monkeypatch.setattr("metile.targets.cuda_device.ctypes.CDLL", missing)
-    with pytest.raises(MetileError, match="expected NVIDIA's driver but got none"):
-        Driver()
+# ---- without a GPU ----
 
 
 @pytest.mark.skipif(mx.cuda.is_available(), reason="this machine has an NVIDIA GPU")
@@ -360,5 +353,5 @@ def test_texts_compile_and_tell_their_threadgroup_memory(view: bool) -> None:
         source = LINEAR.source(MATRIX)
         program = Program(source.name, kernel_text(source, (64,), "k"), ("metile_scratch",), ("--device-as-default-execution-space",))  # fmt: skip  # noqa: E501
     binary = nvrtc.compile_program(program, "sm_90a" if not view else "sm_90")
-    # Three slices of 16 rows of x and 32 of weights, 64 deep, each row 16 bytes further than it is long.
-    assert binary.constants[0] == 3 * (16 + 32) * (64 * 2 + 16) if not view else binary.constants[0] > 0
+    # Eight slices of 16 rows of x and 32 of weights, 64 deep.
+    assert binary.constants[0] == 8 * (16 + 32) * 64 * 2 if not view else binary.constants[0] > 0

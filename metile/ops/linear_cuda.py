@@ -27,6 +27,7 @@ _RING_BYTES = 96 << 10  # what a ring takes if that gives it stages enough: two 
 _LEAST_STAGES, _MOST_STAGES = 4, 8
 _MOST_SUMS = 128  # of a lane: half of its registers
 _OTHER_REGISTERS = 72  # of a lane, beside its sums
+_BUSY = 96  # threadgroups that keep a large GPU busy
 _MOST_LOADED = 96  # registers of weights on their way to a lane
 
 
@@ -175,15 +176,17 @@ def _shape_fault(key: LinearKey, tile: LinearTile) -> str | None:
 def distance(key: LinearKey, tile: LinearTile, limits: Limits) -> tuple[float, ...]:
     """Order candidates by how far they stand from what was found to do well on an H200; the first is the default.
 
-    One row takes the decode program; up to 16 rows read weights from where they lie, four warps sharing k; more go
-    through a ring, by warpgroups where there are such. Of x a block takes all rows, or 128.
+    One row takes the decode program. More go through a ring, by warpgroups where there are such; up to 16 rows read
+    weights from where they lie if there are too few of them to keep all processors busy otherwise.
     """
-    kind = _kind(tile)
-    wanted = "rows" if key.rows == 1 else "direct" if key.rows <= 2 * FRAGMENT_ROWS else "grouped"
-    if wanted == "grouped" and not limits.warpgroups:
-        wanted = "staged"
+    kind, wanted = _kind(tile), "grouped" if limits.warpgroups else "staged"
+    if key.rows == 1:
+        wanted = "rows"
+    elif key.rows <= 2 * FRAGMENT_ROWS and (wanted == "staged" or key.outputs < _BUSY * GROUP_COLUMNS):
+        wanted = "direct"
     rank = 0 if kind == wanted else 2 if kind == "staged" else 1
-    return (rank, SCHEDULES.index(tile.schedule) > 1, _shape_distance(key, tile, kind))
+    order = "grouped8" if key.rows > 2 * tile.block_m else "linear"
+    return (rank, _shape_distance(key, tile, kind) + (tile.schedule != order) / 4)
 
 
 def _kind(tile: LinearTile) -> str:
@@ -196,11 +199,18 @@ def _shape_distance(key: LinearKey, tile: LinearTile, kind: str) -> float:
     def apart(value: float, wanted: float) -> float:
         return abs(math.log2(value / wanted))
 
-    tall = apart(tile.block_m, min(max(key.rows, FRAGMENT_ROWS), 128))
+    many = key.outputs >= _BUSY * GROUP_COLUMNS / 2
     if kind == "rows":
-        return apart(tile.block_n / tile.wn, 2) + apart(tile.wn, 8) + apart(tile.k_unroll, 3)
+        each = apart(tile.block_n / tile.wn, 2 if many else 1)
+        return each + apart(tile.wn, 8 if many else 4) + apart(tile.k_unroll, 2 if many else 6)
+    # So tall that there are threadgroups enough.
+    blocks = -(-key.outputs // GROUP_COLUMNS)
+    height = min(max(key.rows * blocks / _BUSY, FRAGMENT_ROWS), max(key.rows, FRAGMENT_ROWS), 128)
     if kind == "direct":
-        return tall + apart(tile.block_n, 16) + apart(tile.wm, 4) + apart(tile.k_unroll, 2)
+        return apart(tile.block_m, height) + apart(tile.block_n, 16) + apart(tile.wm, 4) + apart(tile.k_unroll, 2)
     if kind == "grouped":
-        return tall + apart(tile.block_n, 64 if key.rows <= 128 else 128) + apart(tile.wm, 1)
-    return tall + apart(tile.block_n, 64) + apart(tile.wm * tile.wn, 4) + apart(tile.outer_k, 64)
+        large = key.operands == 1 and key.rows * blocks >= 8 * 128 * _BUSY
+        wide = apart(tile.block_n, 128 if large else 64)
+        return apart(tile.block_m, 256 if large else height) + wide + apart(tile.wm, 1)
+    square = apart(tile.block_n, 64) + apart(tile.wm * tile.wn, 4)
+    return apart(tile.block_m, height) + square + apart(tile.outer_k, 64)
