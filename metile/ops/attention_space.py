@@ -91,7 +91,7 @@ def _heads(key: AttentionKey, limits: Limits) -> list[int]:
     shared = key.query_heads // key.key_value_heads
     if not limits.groups_exchange or key.rows > 1:
         return [0]
-    return [0, *(shared // share for share in (2, 3) if shared % share == 0)]
+    return [*(shared // share for share in (2, 3) if shared % share == 0), 0]
 
 
 def taken_heads(key: AttentionKey, tile: AttentionTile) -> int:
