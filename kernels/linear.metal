@@ -85,7 +85,8 @@ struct Projection {
 // becomes that within it. Chosen by value, field by field: a choice among places would keep all three in memory.
 template <typename T, typename Epilogue, int BM, int BN>
 inline Projection<T, Epilogue> projection_of(Projection<T, Epilogue> q, Projection<T, Epilogue> k,
-                                             Projection<T, Epilogue> v, thread Group& group) {
+                                             Projection<T, Epilogue> v, Matrix<const device T> x,
+                                             thread Group& group) {
   Projection<T, Epilogue> own = q;
   Index index = group.index;
   const Index before_k = q.template blocks<BM, BN>(), before_v = before_k + k.template blocks<BM, BN>();
@@ -97,13 +98,16 @@ inline Projection<T, Epilogue> projection_of(Projection<T, Epilogue> q, Projecti
     index -= before_k;
   }
   group.index = index;
+  own.w.columns = x.columns;  // what all three share is no choice, and takes no registers for one
+  own.y.rows = x.rows;
+  own.y.stride = own.y.columns;
   return own;
 }
 
 template <typename T, typename Epilogue, int BM, int BN, int WM, int WN, int KU, int DEPTH>
 inline void projections_matrix(Matrix<const device T> x, Projection<T, Epilogue> q, Projection<T, Epilogue> k,
                                Projection<T, Epilogue> v, Index slice, Schedule schedule, Group group) {
-  const Projection<T, Epilogue> own = projection_of<T, Epilogue, BM, BN>(q, k, v, group);
+  const Projection<T, Epilogue> own = projection_of<T, Epilogue, BM, BN>(q, k, v, x, group);
   const Matrix<const device T> w[] = {own.w};
   linear_matrix<T, Epilogue, BM, BN, WM, WN, KU, DEPTH>(x, w, own.y, own.epilogue, slice, schedule, group);
 }
@@ -111,7 +115,7 @@ inline void projections_matrix(Matrix<const device T> x, Projection<T, Epilogue>
 template <typename T, typename Epilogue, int ROWS, int BN, int WN, int KU>
 inline void projections_rows(Matrix<const device T> x, Projection<T, Epilogue> q, Projection<T, Epilogue> k,
                              Projection<T, Epilogue> v, Group group) {
-  const Projection<T, Epilogue> own = projection_of<T, Epilogue, ROWS, BN>(q, k, v, group);
+  const Projection<T, Epilogue> own = projection_of<T, Epilogue, ROWS, BN>(q, k, v, x, group);
   const Matrix<const device T> w[] = {own.w};
   linear_rows<T, Epilogue, ROWS, BN, WN, KU>(x, w, own.y, own.epilogue, group);
 }

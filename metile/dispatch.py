@@ -137,5 +137,5 @@ class Plan:
             if not features <= set(FEATURES):
                 return None
             return cls(str(value["target"]), features, dict(map(_choice_from_json, value["choices"])))
-        except (KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             return None
