@@ -244,6 +244,23 @@ def test_what_is_replaced_after_the_patch_computes(change: str, name: str) -> No
     close(outputs(model), ours)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_patching_again_takes_up_other_weights(name: str) -> None:
+    model = tiny()
+    plan = decided(model, lambda key: isinstance(key, ProjectionsKey))  # no linear has a patch that would tell
+    handle = apply(model, plan, TARGET)
+    assert apply(model, plan, TARGET) is handle
+    linear = model.model.layers[1].self_attn[name]
+    linear.weight = 3 * linear.weight
+    with handle.suspended():
+        expected = outputs(model)
+    with apply(model, plan, TARGET) as again:
+        assert again is not handle
+        again.reset_engaged()
+        close(outputs(model), expected)
+        assert launches(again) == {16: 2 * LAYERS, 1: 2 * LAYERS}
+
+
 @pytest.mark.parametrize("part", [None, *NAMES])
 def test_training_takes_the_plain_path_and_eval_comes_back(part: str | None) -> None:
     model = tiny()
