@@ -1,6 +1,7 @@
 """What a decoder layer computes, told by numbers: attention over four linears, and the pre-norm layer around it.
 
-Both are written out here in plain MLX, with one hole each: where attention happens, and where the residual is added.
+Both are written out here in plain MLX, with holes: where attention projects, turns and attends, and where a layer adds
+its residual.
 A module is taken for one of them only if it gives the same numbers, without a cache, with one, and at positions that
 lie far back in a context; the patched module then runs the form written here with kernels in the holes.
 """
@@ -25,6 +26,8 @@ from metile.instances import plain_class
 Attend = Callable[[mx.array, mx.array, mx.array, float, Any, Any], mx.array]
 # q [B, L, H * D], k and v [B, L, H_kv * D]
 Projected = tuple[mx.array, mx.array, mx.array]
+# an attention module, its layout, x [B, L, hidden] -> its projections
+Project = Callable[[Any, "AttentionLayout", mx.array], Projected]
 # an attention module, its layout, its projections, its cache -> q, k and v turned, k and v [B, H_kv, L, D]
 Turn = Callable[[Any, "AttentionLayout", Projected, Any], Projected]
 # x, its residual branch -> their sum, and the norm of the sum
@@ -76,6 +79,11 @@ class LayerLayout:
     mlp: str
 
 
+def plain_project(module: Any, layout: AttentionLayout, x: mx.array) -> Projected:
+    """Return q, k and v of `x`, each by its own linear."""
+    return module[layout.q](x), module[layout.k](x), module[layout.v](x)
+
+
 def plain_attend(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any, cache: Any) -> mx.array:
     """Attend as mlx-lm does."""
     y = scaled_dot_product_attention(q, k, v, cache=cache, scale=scale, mask=mask)
@@ -108,9 +116,10 @@ def attention(
     *,
     attend: Attend,
     turn: Turn = plain_turn,
+    project: Project = plain_project,
 ) -> mx.array:
-    """Return o(attend(turn(q(x), k(x), v(x)), ...)), x and the result [B, L, hidden]."""
-    q, k, v = turn(module, layout, (module[layout.q](x), module[layout.k](x), module[layout.v](x)), cache)
+    """Return o(attend(turn(project(x)), ...)), x and the result [B, L, hidden]."""
+    q, k, v = turn(module, layout, project(module, layout, x), cache)
     if cache is not None:
         k, v = cache.update_and_fetch(k, v)
     return module[layout.o](attend(q, k, v, layout.scale, mask, cache))  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from metile.ops.base import OpKey
 from metile.ops.linear import LinearKey
 from metile.ops.linear_tile import LinearTile
 from metile.ops.norm import NormKey, NormTile
+from metile.ops.projections import ProjectionsKey
 from metile.ops.rope import RopeKey, RopeTile
 
 # The plan features of schema v8, and our own where it has no word.
@@ -24,8 +25,15 @@ _CANDIDATES: dict[type, type] = {
     NormKey: NormTile,
     AttentionKey: AttentionTile,
     RopeKey: RopeTile,
+    ProjectionsKey: LinearTile,
 }
-_KEYS: dict[str, type] = {"linear": LinearKey, "norm": NormKey, "attention": AttentionKey, "rope": RopeKey}
+_KEYS: dict[str, type] = {
+    "linear": LinearKey,
+    "norm": NormKey,
+    "attention": AttentionKey,
+    "rope": RopeKey,
+    "projections": ProjectionsKey,
+}
 
 
 def _choice_to_json(key: OpKey, candidate: Any | None) -> dict[str, Any]:
@@ -35,7 +43,9 @@ def _choice_to_json(key: OpKey, candidate: Any | None) -> dict[str, Any]:
 
 
 def _choice_from_json(value: Any) -> tuple[OpKey, Any | None]:
-    key = _KEYS[value["op"]](**value["key"])
+    # JSON has no tuples; a key with a list would be another one, and have no hash.
+    shape = {name: tuple(item) if isinstance(item, list) else item for name, item in value["key"].items()}
+    key = _KEYS[value["op"]](**shape)
     fields = value["candidate"]
     return key, None if fields is None else _CANDIDATES[type(key)](**fields)
 
@@ -127,5 +137,5 @@ class Plan:
             if not features <= set(FEATURES):
                 return None
             return cls(str(value["target"]), features, dict(map(_choice_from_json, value["choices"])))
-        except (KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from metile.ops.attention import AttentionKey
 from metile.ops.base import OpKey, dtype_name
 from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
+from metile.ops.projections import ProjectionsKey
 from metile.ops.rope import RopeKey
 from metile.rotary import turns_halves
 from metile.sites import Declined, Site, Survey, arrays_of, children_of, is_weighted
@@ -179,8 +180,20 @@ def attention(path: str, module: nn.Module, survey: Survey) -> Site | Declined |
     ops: dict[str, OpKey] = {"attention": AttentionKey(1, 0, *shape)}
     if turned:
         ops["rope"] = RopeKey(1, *shape)
+    features = {}
+    projections = _projections([module[name] for name in (layout.q, layout.k, layout.v)])
+    if projections is not None:
+        ops["projections"], features["projections"] = projections, "dense_projections"
     parts, fixed = {"q": layout.q}, _numbers(module)
-    return Site(path, module, "attention", "attention", ops, parts, layout, fixed=fixed)
+    return Site(path, module, "attention", "attention", ops, parts, layout, fixed=fixed, features=features)
+
+
+def _projections(linears: Sequence[nn.Module]) -> ProjectionsKey | None:
+    """Return the key at one row of three plain linears of the same input, or None where no kernel takes them all."""
+    q, k, v = map(linear_op, linears)
+    if len({(op.epilogue, op.inputs, op.dtype) for op in (q, k, v)}) > 1:
+        return None
+    return ProjectionsKey(1, (q.outputs, k.outputs, v.outputs), q.inputs, q.epilogue == "bias", q.dtype)
 
 
 def _turns(module: Any, layout: AttentionLayout) -> bool:

@@ -116,7 +116,7 @@ class Handle:
 
     def weights(self) -> list[mx.array]:
         """Return the weight matrices that kernels read, each once."""
-        held = (part.weight() for state in self._states for part in state.parts)
+        held = (part.weight() for state in self._states for part in state.read)
         return list({id(weight): weight for weight in held if weight is not None and weight.ndim > 1}.values())
 
     def engaged(self) -> dict[str, int]:
@@ -186,7 +186,7 @@ class Handle:
         if self.plan != plan or self._runtime is None or self._runtime.target is not runtime_target:
             return False
         living = list(self._living())
-        changed = any(state.changed(module) for state, module in living)
+        changed = any(state.outdated(module) for state, module in living)
         return len(living) == len(self._states) and not changed
 
 

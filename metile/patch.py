@@ -65,8 +65,9 @@ def _patch(plan: Plan, target: Target, found: Found) -> Handle:
     runtime = Runtime(plan, target)
     states, declined = [], list(found.declined)
     faults: dict[OpKey, str | None] = {}
-    for site in found.sites:
-        if site.feature not in plan.features:
+    for whole in found.sites:
+        site = whole.under(plan.features)
+        if site is None:
             continue
         reason = _undecided(site, plan, faults)
         if reason is None:
@@ -91,7 +92,7 @@ def _nothing(plan: Plan, found: Found) -> str:
     """Return what to say where nothing is changed."""
     if not plan.features:
         return "the plan is plain MLX"
-    if not any(site.feature in plan.features for site in found.sites):
+    if not any(site.under(plan.features) for site in found.sites):
         names = ", ".join(name for name in FEATURES if name in plan.features)
         return f"the model has nothing that is of the plan's features ({names})"
     return "the plan has no kernel for any of the model's modules"

@@ -170,6 +170,7 @@ class State:
         module: the module, weakly.
         cls: its class while patched.
         plain: the method that the patch replaces.
+        read: the parts whose weights its kernels read.
         entries: by number of rows, what runs each of its ops, or why nothing of it is a kernel's.
     """
 
@@ -186,6 +187,7 @@ class State:
         "parts",
         "path",
         "plain",
+        "read",
         "runtime",
         "width",
     )
@@ -201,7 +203,7 @@ class State:
         self.plain: Callable[..., Any] = getattr(plain, self.method)
         self.ops, self.fixed = tuple(site.ops.values()), tuple(site.fixed.items())
         holders = [(name, site.module[name]) for name in site.parts.values()] or [("", site.module)]
-        self.parts = tuple(Part(name, holder) for name, holder in holders)
+        self.parts = self.read = tuple(Part(name, holder) for name, holder in holders)
         first = holders[0][1]["weight"]
         self.dtype, self.width = first.dtype, first.shape[-1]
         # The logits of a prompt are never read; computing them at once is work that plain MLX leaves undone.
@@ -218,6 +220,10 @@ class State:
             if vars(module).get(name) != value:
                 return f"its {name} was changed"
         return None
+
+    def outdated(self, module: nn.Module) -> bool:
+        """Return whether patching `module` anew may let more kernels run."""
+        return self.changed(module) is not None
 
     def ready(self, module: nn.Module, x: Any) -> tuple[Entry | str, ...] | None:
         """Return what runs each op of a call on `x`, or None for plain MLX, with the reason counted."""

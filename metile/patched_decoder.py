@@ -16,6 +16,7 @@ from metile.instances import state_of
 from metile.ops.attention import AttentionKey, token_bucket
 from metile.ops.base import DTYPES
 from metile.patched import TRACED, Entry, MlpState, Runtime, State
+from metile.patched_projections import Projections
 from metile.rotary import rope_kind
 from metile.sites import Site
 from metile.targets.base import EAGER_TARGETS, Kernel
@@ -68,14 +69,20 @@ class DecoderState(State):
 
 
 class AttentionState(DecoderState):
-    """Attention: plain projections, rope and cache, which may be patched themselves, around one kernel."""
+    """Attention: projections, rope and attention by a kernel each, around a plain cache and output projection.
 
-    __slots__ = ("kernels", "op", "rope", "rope_kind", "turner")
+    What the plan leaves out is plain MLX, or what the module's children are patched with themselves.
+    """
+
+    __slots__ = ("kernels", "op", "projections", "rope", "rope_kind", "turner")
 
     def __init__(self, site: Site, runtime: Runtime) -> None:
         super().__init__(site, runtime)
-        self.op: Any = self.ops[0]
-        self.rope = self.ops[1] if len(self.ops) > 1 else None
+        self.op: Any = site.ops.get("attention")
+        self.rope = site.ops.get("rope")
+        self.projections = Projections(site, runtime) if "projections" in site.ops else None
+        if self.projections is not None:
+            self.read = self.projections.parts
         turner = site.module[self.layout.rope] if self.rope else None
         self.rope_kind = () if turner is None else rope_kind(turner)
         self.turner: tuple[Any, ...] = () if turner is None else (turner, dict(vars(turner)), dict(turner))
@@ -86,7 +93,23 @@ class AttentionState(DecoderState):
 
     def decode(self, module: Any, x: mx.array, entries: tuple[Any, ...], mask: Any, cache: Any) -> mx.array:
         """See `DecoderState.decode`."""
-        return decoder.attention(module, self.layout, x, mask, cache, attend=self._attend, turn=self._turn)
+        attend = decoder.plain_attend if self.op is None else self._attend
+        return decoder.attention(
+            module, self.layout, x, mask, cache, attend=attend, turn=self._turn, project=self._project
+        )
+
+    def outdated(self, module: Any) -> bool:
+        """See `State.outdated`."""
+        return super().outdated(module) or (self.projections is not None and not self.projections.unchanged(module))
+
+    def _project(self, module: Any, layout: Any, x: mx.array) -> decoder.Projected:
+        projected = None
+        if self.projections is not None:
+            try:
+                projected = self.projections.run(module, x)
+            except Exception as error:
+                self.fail(module, error)
+        return decoder.plain_project(module, layout, x) if projected is None else projected
 
     def _turn(self, module: Any, layout: Any, projected: decoder.Projected, cache: Any) -> decoder.Projected:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,7 @@ class Site:
             meets as many as there are heads; where structure leaves several numbers possible, all of them.
         fixed: attributes of the module that its kernels have taken for given, and their values.
         most_rows: above this many rows there is nothing to decide; 0 for no limit.
+        features: the plan features of those of its kernels that are not of `feature`, by what they are called.
     """
 
     path: str
@@ -44,9 +45,25 @@ class Site:
     rows_per_row: tuple[int, ...] = (1,)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     most_rows: int = 0
+    features: Mapping[str, str] = field(default_factory=dict)
+
+    def under(self, features: Collection[str]) -> Site | None:
+        """Return the site with the kernels of these features alone, or None where it has none."""
+        own = {name: self.features.get(name, self.feature) for name in self.ops}
+        on = {name: feature for name, feature in own.items() if feature in features}
+        if len(on) == len(own):
+            return self
+        if not on:
+            return None
+        feature = self.feature if self.feature in features else next(iter(on.values()))
+        return dataclasses.replace(self, feature=feature, ops={name: self.ops[name] for name in on})
 
     def keys(self, rows: Iterable[int], context: int = 0) -> list[OpKey]:
-        """Return the keys it meets in calls of the model.
+        """Return the keys it meets in calls of the model; see `pairs`."""
+        return list(dict.fromkeys(key for _, key in self.pairs(rows, context)))
+
+    def pairs(self, rows: Iterable[int], context: int = 0) -> list[tuple[str, OpKey]]:
+        """Return pairs of a feature and a key that it meets in calls of the model, each once.
 
         Args:
             rows: of the calls: batch times positions.
@@ -54,12 +71,12 @@ class Site:
         """
         counts = [count for count in rows if not self.most_rows or count <= self.most_rows]
         met = (
-            key_at(op, count * factor, context)
+            (self.features.get(name, self.feature), key_at(op, count * factor, context))
             for count in counts
             for factor in self.rows_per_row
-            for op in self.ops.values()
+            for name, op in self.ops.items()
         )
-        return list(dict.fromkeys(key for key in met if key is not None))
+        return list(dict.fromkeys((feature, key) for feature, key in met if key is not None))
 
 
 @dataclass(frozen=True)
@@ -78,10 +95,9 @@ class Found:
     declined: tuple[Declined, ...]
 
     def keys(self, rows: Iterable[int], context: int = 0) -> list[tuple[str, OpKey]]:
-        """Return pairs of a feature and a key it meets, each once; see `Site.keys`."""
+        """Return pairs of a feature and a key it meets, each once; see `Site.pairs`."""
         counts = list(rows)
-        met = ((site.feature, key) for site in self.sites for key in site.keys(counts, context))
-        return list(dict.fromkeys(met))
+        return list(dict.fromkeys(pair for site in self.sites for pair in site.pairs(counts, context)))
 
 
 @dataclass

@@ -162,8 +162,7 @@ class Tuner:
         choices = {key: decision.candidate for key, decision in tuning.decisions.items()}
         base = Plan(self.target.name, frozenset(), choices)
         own = workload_buckets(self.workload)
-        met = [(site.feature, key) for site in tuning.found.sites for key in site.keys(own, self.context)]
-        features = useful_features(base, met)
+        features = useful_features(base, tuning.found.keys(own, self.context))
         if not features:
             tuning.refused = ("no kernel beats plain MLX on any shape of this model",)
             if not tuning.found.sites:

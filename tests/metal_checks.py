@@ -16,12 +16,13 @@ import test_attention
 import test_linear
 import test_norm
 import test_rope
-from kernel_checks import assert_near
+from kernel_checks import assert_near, numpy_of
 
 from metile.ops.attention import AttentionKey
 from metile.ops.base import OpKey
 from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
+from metile.ops.projections import ProjectionsKey
 from metile.ops.rope import RopeKey
 from metile.simulator import metal_kernel
 from metile.simulator.devices import Device, find_device
@@ -71,12 +72,21 @@ def reference(key: OpKey, inputs: list[mx.array]) -> list[Array]:
     """Return what `launch` of a key must give, in float64."""
     if isinstance(key, LinearKey):
         return [test_linear.reference(key, inputs)]
+    if isinstance(key, ProjectionsKey):
+        return projections_reference(inputs)
     if isinstance(key, NormKey):
         return test_norm.reference(key, inputs)
     if isinstance(key, RopeKey):
         return test_rope.reference(key, inputs, ROPE_OFFSET)
     assert isinstance(key, AttentionKey)
     return [test_attention.reference(*inputs, 1 / math.sqrt(key.dimension), True)]
+
+
+def projections_reference(inputs: list[mx.array]) -> list[Array]:
+    """Return x · Wᵀ of three weights, each with its bias if there are any, in float64."""
+    x, *rest = (numpy_of(array) for array in inputs)
+    biases = rest[3:] or [0.0] * 3
+    return [np.asarray(x @ weight.T + bias) for weight, bias in zip(rest[:3], biases, strict=True)]
 
 
 def check_launch(

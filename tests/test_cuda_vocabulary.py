@@ -26,6 +26,7 @@ from metile.ops.base import DTYPES
 from metile.ops.linear import LinearKey
 from metile.ops.linear_tile import LinearTile
 from metile.ops.norm import NormKey, NormTile
+from metile.ops.projections import ProjectionsKey
 from metile.ops.rope import RopeKey, RopeTile
 from metile.targets.base import KERNEL_TYPES, KernelSource, Output
 from metile.targets.compiler import compile_library
@@ -308,6 +309,9 @@ COMPILED = [
     (LinearKey("swiglu", 2048, 8960, 1536, "bfloat16"), tile("matrix", 128, 64, 2, 2, 1, 32)),
     (LinearKey("bias", 2048, 8960, 1536, "float16"), tile("matrix", 128, 128, 2, 2, 1, 32)),
     (LinearKey("residual", 64, 1536, 8960, "float32"), tile("matrix", 32, 64, 2, 2, 1, 32)),
+    (ProjectionsKey(1, (1536, 256, 256), 1536, True, "bfloat16"), tile("rows", 1, 16, 1, 8, 3, 0)),
+    (ProjectionsKey(8, (1536, 256, 256), 1536, True, "float16"), tile("matrix", 8, 16, 4, 1, 2, 0)),
+    (ProjectionsKey(512, (576, 192, 192), 576, False, "float32"), tile("matrix", 32, 64, 2, 2, 1, 32)),
     (AttentionKey(1, 1024, 12, 2, 128, "bfloat16"), AttentionTile("rows", 1, 64, 8)),
     (AttentionKey(1, 1024, 12, 2, 128, "bfloat16"), AttentionTile("rows", 1, 64, 8, 16)),
     (AttentionKey(128, 1024, 12, 2, 128, "bfloat16"), AttentionTile("matrix", 64, 32, 4)),
@@ -320,6 +324,7 @@ GROUPED = [  # what only compute capability 9.0 has
     (LinearKey("swiglu", 2048, 8960, 1536, "bfloat16"), tile("matrix", 128, 128, 1, 8, 4, 64), "sm_90a"),
     (LinearKey("store", 2048, 8960, 1536, "float16"), tile("matrix", 256, 128, 1, 8, 4, 64), "sm_90a"),
     (LinearKey("residual", 8, 1536, 8960, "bfloat16"), tile("matrix", 8, 64, 1, 4, 4, 64), "sm_90a"),
+    (ProjectionsKey(512, (1536, 256, 256), 1536, True, "bfloat16"), tile("matrix", 128, 128, 1, 8, 4, 64), "sm_90a"),
 ]
 
 

@@ -16,6 +16,7 @@ from metile.models import find
 from metile.ops.attention import AttentionKey
 from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
+from metile.ops.projections import ProjectionsKey
 from metile.ops.rope import RopeKey
 from metile.sites import Found, Site
 
@@ -275,12 +276,18 @@ def test_keys_of_a_layer_and_its_attention() -> None:
     assert attention.keys([1, 9], context=300) == [
         key
         for rows in (1, 16)
-        for key in (AttentionKey(rows, 1024, 4, 2, 16, "bfloat16"), RopeKey(rows, 4, 2, 16, "bfloat16"))
+        for key in (
+            AttentionKey(rows, 1024, 4, 2, 16, "bfloat16"),
+            RopeKey(rows, 4, 2, 16, "bfloat16"),
+            ProjectionsKey(rows, (64, 32, 32), 64, True, "bfloat16"),
+        )
     ]
+    features = {type(key): feature for feature, key in attention.pairs([1])}
+    assert features == {AttentionKey: "attention", RopeKey: "attention", ProjectionsKey: "dense_projections"}
     tokens = [key.tokens for key in attention.keys([512]) if isinstance(key, AttentionKey)]
     assert tokens == [1024]  # the queries are of the context
     normed = site_at(find(tiny("qwen3")), "model.layers.0.self_attn")
-    assert list(normed.ops) == ["attention"]  # the norms of the heads come between projection and rope
+    assert list(normed.ops) == ["attention", "projections"]  # the norms of the heads come between projection and rope
 
 
 def test_a_down_projection_with_a_bias_has_no_residual_epilogue() -> None:
