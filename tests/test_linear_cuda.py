@@ -70,7 +70,10 @@ def test_reasons_name_what_does_not_fit() -> None:
     assert sum(pruned.values()) + len(key(2048).space(LIMITS)) == len(linear_cuda.product(key(2048), LIMITS))
     assert "accumulators do not fit the registers" in pruned
     grouped = LinearTile("matrix", 128, 128, 1, 8, 4, 64, "linear")
-    assert is_valid(key(2048), dataclasses.replace(grouped, block_n=64, wn=4), AMPERE) == "the device does not multiply this dtype by warpgroups"
+    assert (
+        is_valid(key(2048), dataclasses.replace(grouped, block_n=64, wn=4), AMPERE)
+        == "the device does not multiply this dtype by warpgroups"
+    )
     assert is_valid(key(2048, dtype="float32"), grouped, LIMITS) is not None
     tall = dataclasses.replace(grouped, block_m=256)
     assert is_valid(key(64), tall, LIMITS) is not None

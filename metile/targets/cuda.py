@@ -214,7 +214,7 @@ class CudaKernel:
         def traced(*inputs: mx.array) -> list[mx.array]:
             return self(inputs, outputs, groups=groups, numbers=numbers)
 
-        # MLX remembers the node that a launch makes for inputs of some shapes, and repeats it in less time than it takes
+        # MLX remembers the node that a launch makes for inputs of some shapes, and repeats it in less time than it is
         # to hand over all that a launch is told.
         compiled: Callable[..., list[mx.array]] = mx.compile(traced)
         met: set[tuple[tuple[int, ...], ...]] = set()
