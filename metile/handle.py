@@ -50,7 +50,7 @@ class Handle:
         reason: str = "",
     ) -> None:
         self.plan, self.reason = plan, reason
-        self.kept = tuple(Kept(state.path, state.feature) for state in states)
+        self.kept = tuple(Kept(state.path, state.feature) for state in states if state.runs_kernels)
         self._declined, self._runtime = tuple(declined), runtime
         self._states = list(states)
         for state, module in self._present():
@@ -168,7 +168,8 @@ class Handle:
         return "\n".join([head, *lines])
 
     def _entries(self) -> list[tuple[tuple[str, OpKey], Entry]]:
-        return list(self._runtime.entries.items()) if self._runtime else []
+        runtime = self._runtime
+        return [*runtime.entries.items(), *runtime.counted_entries.items()] if runtime else []
 
     def _present(self) -> Iterator[tuple[State, nn.Module]]:
         """Yield the modules that still exist."""

@@ -11,15 +11,17 @@ import weakref
 
 import mlx.nn as nn
 
+from metile.decode_step import StepState
 from metile.dispatch import FEATURES, Plan
 from metile.errors import mismatch, wrong_type
 from metile.handle import Handle, current, lock, remember
 from metile.kinds import state_for
 from metile.models import find
 from metile.ops.base import OpKey, operation
-from metile.patched import Runtime
+from metile.patched import Runtime, State
+from metile.patched_decoder import AttentionState
 from metile.sites import Declined, Found, Site
-from metile.targets.base import Target
+from metile.targets.base import EAGER_TARGETS, Target
 
 
 def apply(model: nn.Module, plan: Plan, target: Target, *, found: Found | None = None) -> Handle:
@@ -49,7 +51,7 @@ def apply(model: nn.Module, plan: Plan, target: Target, *, found: Found | None =
                 before.enable()
                 return before
             before.restore()
-        handle = _patch(plan, target, found or find(model))
+        handle = _patch(model, plan, target, found or find(model))
         if handle:
             remember(model, handle)
             weights = handle.weights()
@@ -61,9 +63,10 @@ def apply(model: nn.Module, plan: Plan, target: Target, *, found: Found | None =
         return handle
 
 
-def _patch(plan: Plan, target: Target, found: Found) -> Handle:
+def _patch(model: nn.Module, plan: Plan, target: Target, found: Found) -> Handle:
     runtime = Runtime(plan, target)
-    states, declined = [], list(found.declined)
+    states: list[State] = []
+    declined = list(found.declined)
     faults: dict[OpKey, str | None] = {}
     for whole in found.sites:
         site = whole.under(plan.features)
@@ -74,6 +77,9 @@ def _patch(plan: Plan, target: Target, found: Found) -> Handle:
             states.append(state_for(site, runtime))
         else:
             declined.append(Declined(site.path, reason))
+    attentions = [state for state in states if isinstance(state, AttentionState) and state.op is not None]
+    if attentions and target.name not in EAGER_TARGETS and all(state.module() is not model for state in states):
+        states.append(StepState(model, attentions, runtime))
     return Handle(plan, states=states, runtime=runtime, declined=declined, reason=_nothing(plan, found))
 
 

@@ -108,6 +108,7 @@ class Runtime:
 
     Attributes:
         entries: the kernels met so far, by feature and key.
+        counted_entries: those of attention that read the number of tokens when they run.
         passed: calls left to plain MLX, by feature and reason.
         failed: modules whose kernel raised, which are plain since.
     """
@@ -115,6 +116,7 @@ class Runtime:
     def __init__(self, plan: Plan, target: Target) -> None:
         self.plan, self.target = plan, target
         self.entries: dict[tuple[str, OpKey], Entry] = {}
+        self.counted_entries: dict[tuple[str, OpKey], Entry] = {}
         self.tables: dict[Any, mx.array] = {}
         self.passed: Counter[tuple[str, str]] = Counter()
         self.failed: list[Declined] = []
@@ -128,6 +130,23 @@ class Runtime:
         if place not in self.entries:
             self.entries[place] = Entry(*picked, self.target.compile(picked[0].source(picked[1])))
         return self.entries[place]
+
+    def counted(self, feature: str, op: OpKey, tokens: int) -> Entry | str:
+        """Return the kernel of attention for one query that reads the number of tokens when it runs, or why not."""
+        picked = pick(self.plan, op, 1, tokens)
+        if isinstance(picked, str):
+            return picked
+        key: Any = picked[0]
+        if picked[1].program != "rows":
+            return "a kernel for blocks of queries was decided"
+        place = feature, key
+        if place not in self.counted_entries:
+            self.counted_entries[place] = Entry(*picked, self.target.compile(key.source(picked[1], counted=True)))
+        return self.counted_entries[place]
+
+    def all_entries(self) -> list[Entry]:
+        """Return the kernels met so far, those that read the number of tokens among them."""
+        return [*self.entries.values(), *self.counted_entries.values()]
 
     def table(self, kind: Any, rope: Any, positions: int, dimension: int) -> mx.array:
         """Return the table of a rope module for at least so many positions; layers of one kind share it."""
@@ -193,6 +212,7 @@ class State:
     )
 
     method = "__call__"  # what the patch replaces
+    runs_kernels = True  # itself, or only those of modules below it
     reads_input = True  # whether a kernel reads the very array that the module is called with
 
     def __init__(self, site: Site, runtime: Runtime) -> None:

@@ -19,6 +19,7 @@ from metile.patched import TRACED, Entry, MlpState, Runtime, State
 from metile.patched_projections import Projections
 from metile.rotary import rope_kind
 from metile.sites import Site
+from metile.step_cache import StepCache, UntraceableError
 from metile.targets.base import EAGER_TARGETS, Kernel
 from metile.tracing import is_traced
 
@@ -141,6 +142,8 @@ class AttentionState(DecoderState):
         return q, k, v
 
     def _attend(self, q: Any, k: Any, v: Any, scale: float, mask: Any, cache: Any) -> mx.array:
+        if isinstance(cache, StepCache):
+            return self._attend_counted((q, k, v), scale, cache)
         try:
             entry = self._kernel(q, k, v, mask)
             if isinstance(entry, Entry):
@@ -171,6 +174,29 @@ class AttentionState(DecoderState):
 
         place = inputs[0].shape, causal, parts, tokens, inputs[1].shape[2] if tokens else 0
         return entry.run_bound(place, launch, key.arrays(candidate, inputs))[0]
+
+    def _attend_counted(self, inputs: tuple[mx.array, ...], scale: float, cache: StepCache) -> mx.array:
+        """Attend over as many tokens as the cache says when the step runs.
+
+        Raises:
+            UntraceableError: no kernel of one query was decided.
+        """
+        entry = self.runtime.counted(self.feature, self.op, cache.tokens)
+        if isinstance(entry, str):
+            raise UntraceableError(entry)
+        key: Any = entry.key
+        cache.attended = True
+        entry.engaged += 1
+        return key.attend(  # type: ignore[no-any-return]
+            entry.kernel,
+            entry.candidate,
+            inputs,
+            scale=scale,
+            causal=False,
+            whole=True,
+            count=cache.count,
+            counters=cache.counters,
+        )
 
     def _kernel(self, q: Any, k: Any, v: Any, mask: Any) -> Entry | str:
         """Return the kernel for a call, or why plain MLX runs it."""

@@ -8,6 +8,8 @@ the trace of an earlier call. Whether the function below was run tells one from 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import mlx.core as mx
 
@@ -16,6 +18,7 @@ class _Runs(threading.local):
     """How often the probe ran in Python, on this thread."""
 
     count = 0
+    own = 0  # traces of ours that are under way
 
 
 class _Mode:
@@ -37,12 +40,27 @@ _probe = mx.compile(_identity, shapeless=True)
 
 
 def is_traced(*arrays: mx.array) -> bool:
-    """Return whether a transformation is tracing any of `arrays`, one or more. Never evaluates them."""
+    """Return whether a transformation is tracing any of `arrays`, one or more. Never evaluates them.
+
+    Within `own_trace` none counts as traced.
+    """
+    if _runs.own:
+        return False
     before = _runs.count
     _probe(*arrays)
     if _runs.count == before:
         return False
     return _runs_again(*arrays) and (compiling() or _traced_with_compilation(*arrays))
+
+
+@contextmanager
+def own_trace() -> Iterator[None]:
+    """Trace a model with kernels that are nodes of MLX's graph, and so may be traced."""
+    _runs.own += 1
+    try:
+        yield
+    finally:
+        _runs.own -= 1
 
 
 def compiling() -> bool:

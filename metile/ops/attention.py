@@ -71,10 +71,14 @@ class AttentionKey:
         reasons = (is_valid(self, tile, limits) for tile in product(self, limits))
         return count_reasons([reason for reason in reasons if reason])
 
-    def source(self, candidate: AttentionTile) -> KernelSource:
+    def source(self, candidate: AttentionTile, counted: bool = False) -> KernelSource:
         """Return the kernel of a candidate; scale (as the bits of a float) and causal are numbers of its launch.
 
         The number of parts is one as well, so that one kernel serves all contexts and all candidates that share it.
+
+        Args:
+            candidate: from `space`.
+            counted: whether the number of tokens is read from an array, ``count``, when the kernel runs.
         """
         t, c, d = KERNEL_TYPES[DTYPES[self.dtype]], candidate, self.dimension
         numbers: tuple[str, ...] = ("scale", "causal", "heads", "tokens", "whole")
@@ -104,8 +108,11 @@ class AttentionKey:
             )
             name = f"attention_{self.dtype}_d{d}_{c.label()}"
         device = f"const device {t}"
-        k, v = (f"upto(::heads<{device}>({name}), tokens)" for name in "kv")
+        tokens = "*(const device int*)count.data" if counted else "tokens"
+        k, v = (f"upto(::heads<{device}>({name}), {tokens})" for name in "kv")
         arrays = f"queries<{device}>(q, heads), {k}, {v}"
+        if counted:
+            inputs, name = (*inputs, "count"), f"{name}_counted"
         return KernelSource(
             name=name,
             program="attention.metal",
@@ -138,6 +145,8 @@ class AttentionKey:
         causal: bool,
         tokens: int = 0,
         whole: bool = False,
+        count: mx.array | None = None,
+        counters: mx.array | None = None,
         poison: bool = False,
     ) -> mx.array:
         """Run on q [B, H, L, D] or [B, L, H * D], and k, v [B, H_kv, S, D]; return [B, L, H * D].
@@ -150,6 +159,8 @@ class AttentionKey:
             causal: whether a query sees only the keys up to its own; the last query sees all.
             tokens: keys that count, the first ones of k and v; 0 for all.
             whole: whether q, k and v are contiguous, so that a target need not read their strides.
+            count: the same number as an array int32 [1], for a kernel that reads it there.
+            counters: zeros to count in, in place of some of the pool's, uint32, one for each threadgroup of a part.
             poison: let the output hold NaN until it is written.
 
         Raises:
@@ -179,11 +190,15 @@ class AttentionKey:
         outputs = [Output((batch, rows, query_heads * dimension), q.dtype)]
         numbers = [bits, int(causal), query_heads, tokens, int(whole)]
         if candidate.parts > 1:
-            parts, shared = self.parts(candidate, tokens or room), taken_heads(self, candidate)
+            shared = taken_heads(self, candidate)
+            parts = candidate.parts if count is not None else self.parts(candidate, tokens or room)
             outputs.append(Output((groups, parts, shared, dimension + 2), mx.float32))
             numbers.append(parts)
             groups *= parts
-        arrays = self.arrays(candidate, inputs)
+        arrays = (
+            self.arrays(candidate, inputs) if counters is None else [*inputs, counters][: 3 + (candidate.parts > 1)]
+        )
+        arrays += [] if count is None else [count]
         return kernel(arrays, outputs, groups=groups, numbers=numbers, poison=poison)[0]
 
     def launch(

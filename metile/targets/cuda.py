@@ -210,21 +210,18 @@ class CudaKernel:
         self, outputs: Sequence[Output], *, groups: int, numbers: Sequence[int] = ()
     ) -> Callable[[Sequence[mx.array]], list[mx.array]]:
         """Return a launch with everything fixed but the arrays; see `metile.targets.base.Kernel`."""
-
-        def traced(*inputs: mx.array) -> list[mx.array]:
-            return self(inputs, outputs, groups=groups, numbers=numbers)
-
-        # MLX remembers the node that a launch makes for inputs of some shapes, and repeats it in less time than it is
-        # to hand over all that a launch is told.
-        compiled: Callable[..., list[mx.array]] = mx.compile(traced)
-        met: set[tuple[tuple[int, ...], ...]] = set()
+        calls: dict[tuple[tuple[int, ...], ...], Call] = {}
 
         def call(inputs: Sequence[mx.array]) -> list[mx.array]:
             shapes = tuple([array.shape for array in inputs])
-            if shapes in met:
-                return compiled(*inputs)
-            met.add(shapes)  # the first launch loads the kernel, which is nothing to trace
-            return traced(*inputs)
+            launch = calls.get(shapes)
+            if launch is None:
+                if not groups:
+                    return self(inputs, outputs, groups=0, numbers=numbers)
+                if len(calls) >= _MOST_LAUNCHES:
+                    calls.clear()
+                launch = calls[shapes] = self._launch(inputs, outputs, groups, numbers, False)
+            return launch(inputs)
 
         return call
 
