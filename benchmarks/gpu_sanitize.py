@@ -30,6 +30,7 @@ from metile.errors import MetileError, mismatch
 from metile.ops.attention import AttentionKey
 from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
+from metile.ops.projections import ProjectionsKey
 from metile.targets.base import KernelSource, Output
 from metile.targets.cuda import knows_numbers
 from metile.targets.cuda_device import Driver, this_device
@@ -47,6 +48,7 @@ KEYS: tuple[Any, ...] = (
     *(LinearKey("swiglu", rows, 72, 200, "bfloat16") for rows in (1, 9, 64)),
     LinearKey("bias", 16, 72, 203, "float16"),
     LinearKey("residual", 64, 72, 200, "float32"),
+    ProjectionsKey(9, (72, 24, 24), 200, True, "bfloat16"),
     NormKey(False, 3, 577, 1e-5, "bfloat16"),
     NormKey(True, 3, 520, 1e-5, "float16"),
     AttentionKey(1, 100, 6, 2, 64, "bfloat16"),

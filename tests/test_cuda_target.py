@@ -178,7 +178,6 @@ def test_a_bound_launch_follows_the_shapes_it_gets(world: World) -> None:
     call = kernel.bind([Output((2,), mx.float32)], groups=5, numbers=(7, 16))
     for length in (3, 4, 3):
         assert len(call([mx.zeros((length,)), mx.zeros((1, 1))])) == 1
-    call([mx.zeros((3,)), mx.zeros((1, 1))])  # which MLX repeats by itself
     scalars = [list(launch["scalars"]) for launch in world.launches[1:]]
     expected = [[5, 7, 16, 1, length, 0, 0, 0, 2, 1, 1, 0, 0, 1, 2, 0, 0, 0] for length in (3, 4, 3)]
     assert scalars == expected

@@ -81,10 +81,16 @@ class GraphTarget:
         return self.kernels[-1]
 
 
-SIZES: dict[str, Any] = dict(
-    hidden_size=256, num_hidden_layers=2, intermediate_size=96, num_attention_heads=4, rms_norm_eps=1e-5,
-    vocab_size=61, num_key_value_heads=2, tie_word_embeddings=True,
-)  # fmt: skip
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 61,
+    "tie_word_embeddings": True,
+}
 
 
 def make_model(kind: str = "llama") -> nn.Module:

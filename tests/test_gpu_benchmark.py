@@ -122,14 +122,14 @@ def test_weights_take_turns_in_memory_and_keep_their_values() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_keys_and_values_are_slices_of_a_longer_cache() -> None:
+def test_keys_and_values_are_whole_caches() -> None:
     (operation,) = lines("attention", contexts=(40,))
     chain = gpu_work.Chain(operation, 1 << 17, 1 << 30)
     for _ in range(chain.sets):
         _, k, v = chain._rotation.next()
         for array in (k, v):
             assert array.shape == (1, 2, 40, 128)
-            assert memoryview(array.view(mx.uint16)).strides[1] == 2 * (40 + gpu_work.LONGER) * 128
+            assert memoryview(array.view(mx.uint16)).c_contiguous
 
 
 @pytest.mark.usefixtures("small")
