@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_profile
 import gpu_record
 import mlx.core as mx
 from gpu_record import Limits, Point, Run, Sanitizer, Tried
@@ -149,7 +150,24 @@ class Line:
             tried.append(Tried(candidate=candidate.label(), seconds=min(result.candidate), rejected=None))
         best = race.survivors[0] if race.survivors and race.survivors[0] in race.results else None
         plain, ours = self._paired(launches[best] if best is not None else None)
-        return self._point(best, plain, ours, tried)
+        point = self._point(best, plain, ours, tried)
+        return point if best is None else point.model_copy(update=self._kernel_times(best, launches[best]))
+
+    def _kernel_times(self, best: Any, launch: Launch) -> dict[str, Any]:
+        """Return what the GPU says of both sides, in rounds of their own, the norm between launches left out."""
+        own, between = self.operation.key.source(best).name, "rms_norm" if self.operation.normed else "\0"
+        launches, sides = self.launches, (None, launch)
+        chains = [self._chain.build(side or self.operation.plain, launches) for _ in range(ROUNDS) for side in sides]
+
+        def run() -> None:
+            for end in chains:
+                mx.eval(end)
+
+        events = [event for event in gpu_profile.record(run) or [] if between not in event[0]]
+        total = ROUNDS * launches
+        ours = gpu_profile.per_launch([event for event in events if own in event[0]], total)
+        plain = gpu_profile.per_launch([event for event in events if own not in event[0]], total)
+        return {"plain_kernels": gpu_record.kernel_time(plain), "metile_kernels": gpu_record.kernel_time(ours)}
 
     def _paired(self, launch: Launch | None) -> tuple[list[float], list[float]]:
         plain: list[float] = []
@@ -239,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{device.name}: copy {limits.bytes_per_second / 1e12:.2f} TB/s, product {limits.flops_per_second / 1e12:.0f}"
         f" TFLOP/s, a launch {limits.launch_seconds * 1e6:.1f} us\n"
-        f"{'operation':13} {'size':>6} {'plain us':>9} {'ours us':>9} {'floor us':>9}       speedup",
+        f"{'':20} {'chain: MLX':>9} {'ours us':>9}  ratio {'GPU: MLX':>8} {'ours us':>9}  ratio {'floor us':>9}",
         flush=True,
     )
     work = operations(options.operations, options.rows, options.contexts)

@@ -39,6 +39,31 @@ class Tried(Record):
     rejected: str | None
 
 
+class KernelTime(Record):
+    """How long the kernels of a launch kept the GPU busy, as the GPU says: see gpu_profile.py.
+
+    Attributes:
+        launches: that were recorded.
+        lower_seconds: first quartile.
+        median_seconds: median.
+        upper_seconds: third quartile.
+    """
+
+    launches: int
+    lower_seconds: float
+    median_seconds: float
+    upper_seconds: float
+
+
+def kernel_time(seconds: list[float]) -> KernelTime | None:
+    """Return the figures of such times, or None where there are none."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    lower, upper = (ordered[len(ordered) * quarter // 4] for quarter in (1, 3))
+    return KernelTime(launches=len(ordered), lower_seconds=lower, median_seconds=median(ordered), upper_seconds=upper)
+
+
 class Point(Record):
     """One operation at one size, plain MLX and ours in the same rounds.
 
@@ -55,6 +80,8 @@ class Point(Record):
         subtracted_seconds: of the norm that stands between two launches and is no part of them, 0 where none does.
         plain_seconds: samples of plain MLX, a launch, the norm subtracted.
         metile_seconds: samples of ours in the same rounds.
+        plain_kernels: what the GPU says of plain MLX's kernels in more rounds, or None where nothing could tell.
+        metile_kernels: the same of ours.
         candidate: ours; None where no candidate is right.
         tried: all candidates that were compiled.
     """
@@ -71,6 +98,8 @@ class Point(Record):
     subtracted_seconds: float
     plain_seconds: list[float]
     metile_seconds: list[float]
+    plain_kernels: KernelTime | None = None
+    metile_kernels: KernelTime | None = None
     candidate: str | None
     tried: list[Tried]
     figures: Figures
@@ -208,5 +237,10 @@ def line_of(point: Point) -> str:
     ours = f"{f.metile_microseconds:9.1f}" if f.metile_microseconds is not None else "        -"
     speedup = f"{f.speedup:6.2f}" if f.speedup is not None else "     -"
     size = f"{point.context or point.rows:6}"
-    what = f"{f.plain_microseconds:9.1f} {ours} {f.floor_microseconds:9.1f} {f.binds} {speedup}"
+    plain, own = point.plain_kernels, point.metile_kernels
+    kernels = "        -         -      -"
+    if plain is not None and own is not None:
+        ratio = plain.median_seconds / own.median_seconds
+        kernels = f"{plain.median_seconds * 1e6:9.1f} {own.median_seconds * 1e6:9.1f} {ratio:6.2f}"
+    what = f"{f.plain_microseconds:9.1f} {ours} {speedup} {kernels} {f.floor_microseconds:9.1f} {f.binds}"
     return f"{point.operation:13} {size} {what}  {point.candidate or 'no candidate'} ({len(point.tried)} tried)"

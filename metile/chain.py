@@ -17,7 +17,7 @@ Launch = Callable[[Sequence[mx.array]], Sequence[mx.array]]
 def linked(x: mx.array, outputs: Sequence[mx.array]) -> mx.array:
     """Return an array of the shape and dtype of `x` that cannot be computed before `outputs`."""
     alike = [output for output in outputs if output.dtype == x.dtype]
-    y = next((output for output in alike if output.size >= x.size), None)
+    y = next((output for output in reversed(alike) if output.size >= x.size), None)
     if y is not None:
         return y.reshape(-1)[: x.size].reshape(x.shape)
     y = alike[0].reshape(-1) if alike else outputs[0].reshape(-1).astype(x.dtype)
@@ -42,7 +42,10 @@ class Chain:
     def prepare(self, repeats: int) -> Callable[[], None]:
         """Return what runs so many launches, one after another, and waits for them."""
         x: mx.array | None = None
+        all_outputs: list[mx.array] = []  # MLX would not compute what nobody asks for
         for _ in range(repeats):
             first, *others = self._inputs()
-            x = linked(first, self._launch([first if x is None else x, *others]))
-        return lambda: mx.eval(x)
+            outputs = self._launch([first if x is None else x, *others])
+            x = linked(first, outputs)
+            all_outputs += outputs
+        return lambda: mx.eval(x, all_outputs)

@@ -5,6 +5,7 @@ Every output holds NaN until it is written, and each candidate meets several row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -48,7 +49,8 @@ def row_counts(bucket: int) -> list[int]:
 def make_case(key: OpKey, rows: int, seed: int, clock: Clock) -> Case:
     """Compute what the candidates of `key` are held against at one row count."""
     inputs = key.example(rows, seed)
-    reference = key.reference([_widened(array) for array in inputs])
+    with mx.stream(_exact_device(inputs)):
+        reference = key.reference([_widened(array) for array in inputs])
     mx.eval(reference)
     start = clock()
     plain = key.reference(inputs)
@@ -57,6 +59,13 @@ def make_case(key: OpKey, rows: int, seed: int, clock: Clock) -> Case:
     errors = [_error(got, want) for got, want in zip(plain, reference, strict=True)]
     allowed = [_allowed(got.dtype, error) for got, error in zip(plain, errors, strict=True)]
     return Case(rows, inputs, reference, [array.dtype for array in plain], allowed, seconds)
+
+
+def _exact_device(inputs: Sequence[mx.array]) -> mx.Device:
+    """Return the device that multiplies what inputs hold exactly: a GPU may cut float32 short, as TF32 does."""
+    floats = [array for array in inputs if mx.issubdtype(array.dtype, mx.floating)]
+    cut = any(array.dtype == mx.float32 and array.ndim > 1 for array in floats[:2])
+    return mx.Device(mx.cpu) if cut else mx.default_device()
 
 
 def _widened(array: mx.array) -> mx.array:

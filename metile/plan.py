@@ -20,6 +20,7 @@ from metile.workload import Generation, Probe, generate, probe
 Note = Callable[[str, int, int], None]
 
 _WARM_TOKENS = 4  # of the untimed run before a timed one
+_WARM_STEPS = 3  # of decoding in it: the first two are what a repeated step is made of
 _NOISE = 0.02  # two sets of features closer than this are equally fast
 _VERIFIED_STEPS = 8  # decode steps of a verification, after the prefix
 _HARMLESS = 0.995  # a feature that costs less than this on its own is left to the joint measurement
@@ -63,13 +64,20 @@ class PlanSearch:
     ) -> None:
         self.model, self.base, self.target = model, base, target
         self.prompt, self.workload, self.note = prompt, workload, note
+        self._is_warm = False
+
+    def _warm(self) -> None:
+        """Run a few steps. What is done once, such as loading kernels, is no part of the pace."""
+        probe(self.model, self.prompt[:_WARM_TOKENS], self.workload.replace(plan_decode_steps=_WARM_STEPS))
 
     def _time(self, features: frozenset[str]) -> Probe:
         if not features:
+            if not self._is_warm:  # plain MLX compiles kernels of its own on some machines
+                self._warm()
+                self._is_warm = True
             return probe(self.model, self.prompt, self.workload)
         with apply(self.model, self.base.only(features), self.target):
-            # What is done once, such as loading kernels, is no part of the pace.
-            probe(self.model, self.prompt[:_WARM_TOKENS], self.workload.replace(plan_decode_steps=1))
+            self._warm()
             return probe(self.model, self.prompt, self.workload)
 
     def measure(self, sets: Sequence[frozenset[str]], rounds: int, stage: str) -> list[Trial]:
@@ -90,7 +98,8 @@ class PlanSearch:
         """Return the best set of `features` and everything measured; None where plain MLX is the best.
 
         Every feature is measured alone, in a third of the rounds. All of them together, and all but each one, are
-        measured in every round: what a feature is worth beside the others decides whether it stays.
+        measured in every round: what a feature is worth beside the others decides whether it stays. A feature alone is
+        the plan only where no other set beats plain MLX: it was measured in fewer rounds.
         """
         if not features:
             return None, []
@@ -108,7 +117,7 @@ class PlanSearch:
         )
         if kept and kept != everything and kept not in without:
             joint += self.measure([kept], self.workload.plan_trials, "together")
-        return best_of([*joint, *trials]), trials + joint
+        return best_of(joint) or best_of(trials), trials + joint
 
 
 def best_of(trials: Iterable[Trial]) -> Trial | None:
