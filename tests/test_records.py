@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
+from metile import report
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-if not RESULTS.is_dir():
-    pytest.skip("this copy came without the records", allow_module_level=True)
 sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import gpu_record
-
-from metile import report
+gpu_record: Any = importlib.import_module("gpu_record")
 
 README = (ROOT / "README.md").read_text()
 
