@@ -81,11 +81,10 @@ class StepState(State):
         if len(arguments) + len(named) != 2 or not named.keys() <= {"cache"} or not self._fits(module, inputs, cache):
             return self.plain(module, *arguments, **named)
         place = inputs.shape, inputs.dtype, cache[0].keys.shape, token_bucket(cache[0].offset + 1)
-        step = self.steps.get(place)
-        if step is not None and not self._unchanged():
+        if self.steps and not self._unchanged():
             self.steps.clear()
             self.met.clear()
-            step = None
+        step = self.steps.get(place)
         if step is not None:
             return self._run(step, inputs, cache)
         if place not in self.met:  # what is loaded at a first launch is nothing to trace

@@ -196,6 +196,21 @@ def test_a_changed_weight_is_seen() -> None:
     assert mx.allclose(got, decode(other, TOKENS[4:], fresh), atol=1e-4)
 
 
+def test_a_weight_that_changes_while_another_shape_decodes_is_seen() -> None:
+    model: Any = make_model()
+    patched(model)
+    cache, pair = begun(model), begun(model, batch=2)
+    decode(model, TOKENS[:4], cache)
+    decode(model, TOKENS[:1], pair, batch=2)
+    model.model.norm.weight = model.model.norm.weight * 3
+    decode(model, TOKENS[1:4], pair, batch=2)  # traced anew, with other weights than the first
+    other: Any = make_model()
+    fresh = begun(other)
+    decode(other, TOKENS[:4], fresh)
+    other.model.norm.weight = other.model.norm.weight * 3
+    assert mx.allclose(decode(model, TOKENS[4:], cache), decode(other, TOKENS[4:], fresh), atol=1e-4)
+
+
 @pytest.mark.parametrize("change", ["module", "number", "training", "list"])
 def test_what_a_trace_takes_for_constant_is_looked_at(change: str) -> None:
     model: Any = make_model()
