@@ -143,6 +143,26 @@ def test_a_split_launch_is_that_of_one_threadgroup() -> None:
 
 
 # What MLX writes before a kernel's text: arrays by their dtypes, strides of those that are asked for.
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "tile", [SMALL, AttentionTile("rows", 1, 16, 2), AttentionTile("rows", 1, 32, 4, 4, 2)], ids=AttentionTile.label
+)
+def test_a_number_of_tokens_that_is_read_when_the_kernel_runs(tile: AttentionTile, dtype: str) -> None:
+    """The cache has room for more, which is not read; parts past the end of the context have no keys."""
+    key = AttentionKey(1, 256, 8, 2, 64, dtype)
+    kernel = Emulated(key.source(tile, counted=True), dtype)
+    for tokens in (1, 16, 33, 70):
+        q, k, v = arrays(key, 1, tokens, seed=tokens)
+        room = mx.full((1, 2, 20, 64), float("nan"), k.dtype)
+        cache = [mx.concatenate([array, room], axis=2) for array in (k, v)]
+        y = key.attend(
+            kernel, tile, [q, *cache], scale=0.125, causal=False, whole=True, count=mx.array([tokens], mx.int32)
+        )
+        wanted = reference(q, k, v, 0.125, True)
+        assert np.abs(np.array(y.astype(mx.float32)) - wanted).max() <= TOLERANCE[dtype] * np.abs(wanted).max()
+        assert tile.parts == 1 or not kernel.after[3].any()
+
+
 _MLX = """typedef unsigned int uint32_t;
 struct __nv_bfloat16 {{ unsigned short bits; }};
 struct Strides {{

@@ -34,7 +34,7 @@ from metile.targets.metal_text import sizes_of, written_out
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 2e-2}  # of the largest value
 SCRATCH = 1 << 18
-KINDS = {"table": "float", "partials": "float", "counters": "uint"}
+KINDS = {"table": "float", "partials": "float", "counters": "uint", "count": "int"}
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,19 @@ def test_one_query(dimension: int, dtype: str, heads: Heads, tile: AttentionTile
     check_attend(key, tile, arrays(key, 1, 131), target, causal=False)
 
 
+@pytest.mark.parametrize("target", [FAST, CHECKED], ids=["fast", "checked"])
+def test_a_number_of_tokens_that_is_read_when_the_kernel_runs(target: WatchedTarget) -> None:
+    tile = AttentionTile("rows", 1, 32, 4)
+    key = key_of(64, "float16", (6, 2), tile)
+    kernel = target.compile(key.source(tile, counted=True))
+    for tokens in (1, 32, 70):
+        q, k, v = arrays(key, 1, tokens)
+        room = mx.full((1, 2, 26, 64), float("nan"), k.dtype)
+        cache = [mx.concatenate([array, room], axis=2) for array in (k, v)]
+        y = key.attend(kernel, tile, [q, *cache], scale=0.125, causal=False, count=mx.array([tokens], mx.int32))
+        assert_near(y, reference(q, k, v, 0.125, True))
+
+
 @pytest.mark.parametrize(NAMES, MATRIX, ids=map(name, MATRIX))
 def test_blocks_of_queries(
     dimension: int, dtype: str, heads: Heads, tile: AttentionTile, target: WatchedTarget
