@@ -2,6 +2,7 @@
 #include "barriers.h"
 #include "matrix_lane.h"
 #include "matrix_simdgroup.h"
+#include "narrow.h"
 #include "pool.h"
 
 #ifdef METILE_CHECK
