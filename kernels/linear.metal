@@ -1,4 +1,5 @@
-// linear: y = epilogue(x . w^T), x [M, K], each weight matrix w [N, K] as MLX keeps it, y [M, N]; fp32 accumulation.
+// linear: y = epilogue(x . w^T), x [M, K], each weight matrix w [N, K] as MLX keeps it, dense or quantized, y [M, N];
+// fp32 accumulation. E is the element of the weights: T, or Packed<T, format> (tile/packed.h).
 //
 // Two programs. linear_matrix is the matrix end: a threadgroup owns a BM x BN block of y and walks k in slices.
 // linear_rows is the decode end: a few rows of x, every weight read once, k split over the lanes.
@@ -39,13 +40,14 @@ struct SwiGLU {  // silu(gate) * up
 
 // x and the weights of a block come in slices of k of the given depth. DEPTH is that depth where a target stages them
 // in memory it must know the size of, 0 otherwise. An accumulator that takes all of k cuts it into slices by itself.
-template <typename T, typename Epilogue, int BM, int BN, int WM, int WN, int KU, int DEPTH>
-inline void linear_matrix(Matrix<const device T> x, thread const Matrix<const device T> (&w)[Epilogue::operands],
-                          Matrix<device T> y, thread const Epilogue& epilogue, Index slice, Schedule schedule, Group group) {
-  typedef Accumulator<T, Epilogue::operands, BM, BN, WM, WN, KU, DEPTH> Sums;
+template <typename E, typename Epilogue, int BM, int BN, int WM, int WN, int KU, int DEPTH>
+inline void linear_matrix(Matrix<const device ElementOf<E>> x, thread const WeightsOf<E> (&w)[Epilogue::operands],
+                          Matrix<device ElementOf<E>> y, thread const Epilogue& epilogue, Index slice,
+                          Schedule schedule, Group group) {
+  typedef Accumulator<E, Epilogue::operands, BM, BN, WM, WN, KU, DEPTH> Sums;
   const Block block = schedule_block(schedule, group.index, ceil_div(y.rows, BM), ceil_div(y.columns, BN));
   const Index m0 = block.m * BM, n0 = block.n * BN;
-  Stage<T, BM, DEPTH> staged;
+  Stage<ElementOf<E>, BM, DEPTH> staged;
   Sums sums(group, 0);
   Index k = 0;
   if (!Sums::takes_all)
@@ -57,13 +59,13 @@ inline void linear_matrix(Matrix<const device T> x, thread const Matrix<const de
   sums.store(staged, w, y, m0, n0, k, k == 0, epilogue);
 }
 
-template <typename T, typename Epilogue, int ROWS, int BN, int WN, int KU>
-inline void linear_rows(Matrix<const device T> x, thread const Matrix<const device T> (&w)[Epilogue::operands],
-                        Matrix<device T> y, thread const Epilogue& epilogue, Group group) {
-  typedef RowAccumulator<T, Epilogue::operands, ROWS, BN, WN, KU, 0> Sums;
+template <typename E, typename Epilogue, int ROWS, int BN, int WN, int KU>
+inline void linear_rows(Matrix<const device ElementOf<E>> x, thread const WeightsOf<E> (&w)[Epilogue::operands],
+                        Matrix<device ElementOf<E>> y, thread const Epilogue& epilogue, Group group) {
+  typedef RowAccumulator<E, Epilogue::operands, ROWS, BN, WN, KU, 0> Sums;
   const Index tiles_n = ceil_div(y.columns, BN);
   const Index m0 = group.index / tiles_n * ROWS, n0 = group.index % tiles_n * BN;
-  RowStage<T, ROWS> staged;
+  RowStage<E, ROWS> staged;
   Sums sums(group, 0);
   staged.load(group, Sums::bytes, x, m0);
   sums.multiply(staged, w, n0);
@@ -71,10 +73,10 @@ inline void linear_rows(Matrix<const device T> x, thread const Matrix<const devi
 }
 
 // One of several products of the same x.
-template <typename T, typename Epilogue>
+template <typename E, typename Epilogue>
 struct Projection {
-  Matrix<const device T> w;  // [N, K]
-  Matrix<device T> y;        // [M, N]
+  WeightsOf<E> w;                 // [N, K]
+  Matrix<device ElementOf<E>> y;  // [M, N]
   Epilogue epilogue;
 
   template <int BM, int BN>
@@ -83,11 +85,11 @@ struct Projection {
 
 // The projection that a threadgroup belongs to, where their blocks follow each other on one grid; the group's index
 // becomes that within it. Chosen by value, field by field: a choice among places would keep all three in memory.
-template <typename T, typename Epilogue, int BM, int BN>
-inline Projection<T, Epilogue> projection_of(Projection<T, Epilogue> q, Projection<T, Epilogue> k,
-                                             Projection<T, Epilogue> v, Matrix<const device T> x,
+template <typename E, typename Epilogue, int BM, int BN>
+inline Projection<E, Epilogue> projection_of(Projection<E, Epilogue> q, Projection<E, Epilogue> k,
+                                             Projection<E, Epilogue> v, Matrix<const device ElementOf<E>> x,
                                              thread Group& group) {
-  Projection<T, Epilogue> own = q;
+  Projection<E, Epilogue> own = q;
   Index index = group.index;
   const Index before_k = q.template blocks<BM, BN>(), before_v = before_k + k.template blocks<BM, BN>();
   if (index >= before_v) {
@@ -104,18 +106,18 @@ inline Projection<T, Epilogue> projection_of(Projection<T, Epilogue> q, Projecti
   return own;
 }
 
-template <typename T, typename Epilogue, int BM, int BN, int WM, int WN, int KU, int DEPTH>
-inline void projections_matrix(Matrix<const device T> x, Projection<T, Epilogue> q, Projection<T, Epilogue> k,
-                               Projection<T, Epilogue> v, Index slice, Schedule schedule, Group group) {
-  const Projection<T, Epilogue> own = projection_of<T, Epilogue, BM, BN>(q, k, v, x, group);
-  const Matrix<const device T> w[] = {own.w};
-  linear_matrix<T, Epilogue, BM, BN, WM, WN, KU, DEPTH>(x, w, own.y, own.epilogue, slice, schedule, group);
+template <typename E, typename Epilogue, int BM, int BN, int WM, int WN, int KU, int DEPTH>
+inline void projections_matrix(Matrix<const device ElementOf<E>> x, Projection<E, Epilogue> q, Projection<E, Epilogue> k,
+                               Projection<E, Epilogue> v, Index slice, Schedule schedule, Group group) {
+  const Projection<E, Epilogue> own = projection_of<E, Epilogue, BM, BN>(q, k, v, x, group);
+  const WeightsOf<E> w[] = {own.w};
+  linear_matrix<E, Epilogue, BM, BN, WM, WN, KU, DEPTH>(x, w, own.y, own.epilogue, slice, schedule, group);
 }
 
-template <typename T, typename Epilogue, int ROWS, int BN, int WN, int KU>
-inline void projections_rows(Matrix<const device T> x, Projection<T, Epilogue> q, Projection<T, Epilogue> k,
-                             Projection<T, Epilogue> v, Group group) {
-  const Projection<T, Epilogue> own = projection_of<T, Epilogue, ROWS, BN>(q, k, v, x, group);
-  const Matrix<const device T> w[] = {own.w};
-  linear_rows<T, Epilogue, ROWS, BN, WN, KU>(x, w, own.y, own.epilogue, group);
+template <typename E, typename Epilogue, int ROWS, int BN, int WN, int KU>
+inline void projections_rows(Matrix<const device ElementOf<E>> x, Projection<E, Epilogue> q, Projection<E, Epilogue> k,
+                             Projection<E, Epilogue> v, Group group) {
+  const Projection<E, Epilogue> own = projection_of<E, Epilogue, ROWS, BN>(q, k, v, x, group);
+  const WeightsOf<E> w[] = {own.w};
+  linear_rows<E, Epilogue, ROWS, BN, WN, KU>(x, w, own.y, own.epilogue, group);
 }

@@ -31,7 +31,7 @@ void PyEval_RestoreThread(void* state);
 
 namespace {
 
-constexpr int kMaxArrays = 12, kMaxThreads = 256, kLayout = 1000;
+constexpr int kMaxArrays = 24, kMaxThreads = 256, kLayout = 1000;
 constexpr int kStrides = 0x0010 | 0x0008;  // PyBUF_STRIDES
 
 struct Array {  // what a kernel's entry reads of one input or output; strides in bytes

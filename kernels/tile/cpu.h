@@ -16,16 +16,20 @@
 #define METILE_FIXED(number) 0
 
 typedef unsigned int uint;
+typedef unsigned char uchar;
 typedef long Index;
 typedef __bf16 bfloat;
 typedef _Float16 half;
 
 #include "cpu/group.h"
 #include "cpu/vector.h"
+#include "packed.h"
 #include "cpu/team.h"
 #include "cpu/stage.h"
 #include "cpu/multiply.h"
+#include "cpu/codes.h"
 #include "cpu/matrix.h"
 #include "cpu/rows.h"
+#include "cpu/packed_rows.h"
 #include "cpu/softmax.h"
 #include "schedule.h"

@@ -26,6 +26,7 @@
 typedef int Index;
 typedef unsigned int uint;
 typedef unsigned short ushort;
+typedef unsigned char uchar;
 
 // A number that a kernel is compiled for.
 #define METILE_FIXED(number) number
@@ -35,6 +36,7 @@ typedef unsigned short ushort;
 #include "cuda/warpgroup.h"
 #include "cuda/arrays.h"
 #include "cuda/values.h"
+#include "packed.h"
 #include "cuda/team.h"
 #include "cuda/stage.h"
 #include "cuda/matrix.h"

@@ -18,6 +18,7 @@ typedef int Index;
 #include "metal/group.h"
 #include "metal/arrays.h"
 #include "metal/values.h"
+#include "packed.h"
 #include "metal/team.h"
 #include "metal/stage.h"
 #include "metal/matrix.h"

@@ -103,21 +103,37 @@ def buckets_apart(a: OpKey, b: OpKey) -> float:
     return sum(abs(math.log2(ratio)) for ratio in ratios)
 
 
-def check_arrays(op: str, inputs: Sequence[mx.array], shapes: Sequence[tuple[int, ...]], dtype: str) -> None:
+def check_arrays(
+    op: str,
+    inputs: Sequence[mx.array],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: str,
+    dtypes: Sequence[mx.Dtype] | None = None,
+) -> None:
     """Check what a kernel is launched on: it reads memory by these shapes. A fifth of a microsecond an array.
+
+    Args:
+        op: what the error names.
+        inputs: of the launch.
+        shapes: one for each.
+        dtype: of all, or of what `op` computes in where there are `dtypes`.
+        dtypes: one for each, where they differ.
 
     Raises:
         MetileError: an array is missing, or of another shape or dtype.
     """
     wanted, count = DTYPES[dtype], len(shapes)
     for index, array in enumerate(inputs):
-        if index == count or array.shape != shapes[index] or array.dtype != wanted:
+        kind = wanted if dtypes is None or index >= count else dtypes[index]
+        if index == count or array.shape != shapes[index] or array.dtype != kind:
             break
     else:
         if len(inputs) == count:
             return
     got = ", ".join(f"{array.shape} {array.dtype}" for array in inputs)
-    raise mismatch(op, f"arrays of {dtype} and shapes {', '.join(map(str, shapes))}", got)
+    mixed = dtypes is not None and set(dtypes) != {wanted}
+    kinds = ", ".join(str(kind).removeprefix("mlx.core.") for kind in dtypes or ()) if mixed else dtype
+    raise mismatch(op, f"arrays of {kinds} and shapes {', '.join(map(str, shapes))}", got)
 
 
 def count_reasons(reasons: Sequence[str]) -> dict[str, int]:

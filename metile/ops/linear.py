@@ -1,10 +1,11 @@
-"""Dense linear layers: y = epilogue(x · Wᵀ), the families dense_matmul and dense_swiglu.
+"""Linear layers, dense or quantized: y = epilogue(x · Wᵀ), all families of schema v8 that multiply by weights.
 
 The kernels are ``kernels/linear.metal``. What they must equal stands in `LinearKey.reference`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +18,13 @@ from metile.ops import linear_cuda
 from metile.ops.base import DTYPES, check_arrays, count_reasons
 from metile.ops.linear_space import space_for
 from metile.ops.linear_tile import SCHEDULES, LinearTile
+from metile.ops.weights import WeightFormat, weight_format
 from metile.targets.base import KERNEL_TYPES, Kernel, KernelSource, Limits, Output
 
 Shape = tuple[int, ...]
 Epilogue = Literal["store", "bias", "residual", "swiglu"]
+
+FEW_ROWS = 16  # that a decode step may have, several sequences or drafted tokens together
 
 _STRUCTS = {"store": "Store", "bias": "Bias<{t}>", "residual": "Residual<{t}>", "swiglu": "SwiGLU"}
 _BUILDERS = {
@@ -40,7 +44,8 @@ class LinearKey:
         rows: upper end of the bucket of rows of x.
         outputs: rows of each weight matrix, N.
         inputs: columns of each weight matrix, K.
-        dtype: of x, weights and y.
+        dtype: of x and y, and of weights or of affine scales.
+        weights: the format of the weights: see `metile.ops.weights`.
     """
 
     epilogue: Epilogue
@@ -48,13 +53,25 @@ class LinearKey:
     outputs: int
     inputs: int
     dtype: str
+    weights: str = "dense"
 
     margin = 0.02
 
     @property
+    def format(self) -> WeightFormat:
+        """The format of the weights."""
+        return weight_format(self.weights)
+
+    @property
     def family(self) -> str:
-        """The family in schema v8."""
-        return "dense_swiglu" if self.epilogue == "swiglu" else "dense_matmul"
+        """The family in schema v8; quantized weights with a residual have one of their own for few rows."""
+        mode = self.format.mode
+        if mode not in ("dense", "affine"):
+            return "block_scaled"
+        if self.epilogue == "swiglu":
+            return f"{mode}_swiglu"
+        few = mode == "affine" and self.epilogue == "residual" and self.rows <= FEW_ROWS
+        return "affine_residual_qmv" if few else f"{mode}_matmul"
 
     @property
     def operands(self) -> int:
@@ -63,7 +80,8 @@ class LinearKey:
 
     def subject(self) -> str:
         """Return the key as one line."""
-        return f"{self.family}[{self.epilogue}] rows={self.rows} n={self.outputs} k={self.inputs} {self.dtype}"
+        format = "" if self.format.is_dense else f" {self.weights}"
+        return f"{self.family}[{self.epilogue}] rows={self.rows} n={self.outputs} k={self.inputs} {self.dtype}{format}"
 
     def space(self, limits: Limits) -> list[LinearTile]:
         """Return the admissible candidates, the untuned default first."""
@@ -78,29 +96,30 @@ class LinearKey:
     def source(self, candidate: LinearTile) -> KernelSource:
         """Return the kernel of a candidate; shapes, the depth of a slice and the schedule are numbers of its launch."""
         t, p, c = KERNEL_TYPES[DTYPES[self.dtype]], self.operands, candidate
-        struct = _STRUCTS[self.epilogue].format(t=t)
-        weights = ("w0", "w1")[:p]
+        e, struct = self.format.element(t), _STRUCTS[self.epilogue].format(t=t)
+        weights = [[f"{part}{index}" for part in self.format.parts] for index in range(p)]
         extra = ("extra",) if self.epilogue in ("bias", "residual") else ()
         if c.program == "rows":
             tile = f"{c.block_m}, {c.block_n}, {c.wn}, {c.k_unroll}"
-            call, tail = f"linear_rows<{t}, {struct}, {tile}>", "group"
-            scratch = f"RowAccumulator<{t}, {p}, {tile}, 0>::bytes + RowStage<{t}, {c.block_m}>::bytes(slice)"
+            call, tail = f"linear_rows<{e}, {struct}, {tile}>", "group"
+            scratch = f"RowAccumulator<{e}, {p}, {tile}, 0>::bytes + RowStage<{e}, {c.block_m}>::bytes(slice)"
         else:
             tile = f"{c.block_m}, {c.block_n}, {c.wm}, {c.wn}, {c.k_unroll}, METILE_FIXED(outer_k)"
-            call, tail = f"linear_matrix<{t}, {struct}, {tile}>", "slice, Schedule(schedule), group"
+            call, tail = f"linear_matrix<{e}, {struct}, {tile}>", "slice, Schedule(schedule), group"
             stage = f"Stage<{t}, {c.block_m}, METILE_FIXED(outer_k)>"
-            scratch = f"Accumulator<{t}, {p}, {tile}>::bytes(slice) + {stage}::bytes(slice)"
-        matrices = ", ".join(f"matrix_of<const device {t}>({name})" for name in weights)
+            scratch = f"Accumulator<{e}, {p}, {tile}>::bytes(slice) + {stage}::bytes(slice)"
+        matrices = ", ".join(self.format.matrix(t, names) for names in weights)
         epilogue = _BUILDERS[self.epilogue].format(t=t)
-        body = f"""const Matrix<const device {t}> weights[] = {{{matrices}}};
+        body = f"""const WeightsOf<{e}> weights[] = {{{matrices}}};
   {call}(
       matrix_of<const device {t}>(x), weights, matrix_of<device {t}>(y), {epilogue}, {tail});"""
+        format = "" if self.format.is_dense else f"{self.weights}_"
         fields = f"bm{c.block_m}_bn{c.block_n}_wm{c.wm}_wn{c.wn}_ku{c.k_unroll}"
         return KernelSource(
-            name=f"linear_{self.epilogue}_{self.dtype}_{c.program}_{fields}",
+            name=f"linear_{self.epilogue}_{self.dtype}_{format}{c.program}_{fields}",
             program="linear.metal",
             body=body,
-            inputs=("x", *weights, *extra),
+            inputs=("x", *itertools.chain(*weights), *extra),
             outputs=("y",),
             numbers=("slice", "outer_k", "schedule"),
             scratch=scratch,
@@ -115,60 +134,73 @@ class LinearKey:
     ) -> list[mx.array]:
         """Run on (x [..., K], w [N, K] once or twice, then the bias [N] or residual [..., N]).
 
+        A quantized w is its codes, its scales and, where the format has them, its biases.
+
         Raises:
             MetileError: an input is of another shape or dtype.
         """
-        leading, weight = inputs[0].shape[:-1], (self.outputs, self.inputs)
-        x, y = (*leading, self.inputs), (*leading, self.outputs)
-        check_arrays("linear", inputs, self._shapes(x, weight, y), self.dtype)
+        leading = inputs[0].shape[:-1]
+        y = (*leading, self.outputs)
+        check_arrays("linear", inputs, *self._expected(leading))
         rows = math.prod(leading)
         groups = -(-rows // candidate.block_m) * -(-self.outputs // candidate.block_n)
         numbers = (candidate.outer_k or self.inputs, candidate.outer_k, SCHEDULES.index(candidate.schedule))
         output = Output(y, inputs[0].dtype)
         return kernel(inputs, (output,), groups=groups, numbers=numbers, poison=poison)
 
-    def _shapes(self, x: Shape, weight: Shape, y: Shape) -> tuple[Shape, ...]:
-        if self.epilogue == "store":
-            return x, weight
-        if self.epilogue == "bias":
-            return x, weight, y[-1:]
-        return x, weight, y if self.epilogue == "residual" else weight
+    def _expected(self, leading: Shape) -> tuple[list[Shape], str, list[mx.Dtype]]:
+        """Return the shapes, the dtype and the dtypes of a launch's inputs."""
+        dtype = DTYPES[self.dtype]
+        shapes = [(*leading, self.inputs), *self.format.shapes(self.outputs, self.inputs) * self.operands]
+        dtypes = [dtype, *self.format.dtypes(dtype) * self.operands]
+        if self.epilogue in ("bias", "residual"):
+            shapes.append((self.outputs,) if self.epilogue == "bias" else (*leading, self.outputs))
+            dtypes.append(dtype)
+        return shapes, self.dtype, dtypes
+
+    def matrices(self, inputs: Sequence[mx.array]) -> list[list[mx.array]]:
+        """Return the arrays of each weight matrix among a launch's inputs."""
+        count = len(self.format.parts)
+        return [list(inputs[1 + place * count : 1 + (place + 1) * count]) for place in range(self.operands)]
 
     def reference(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         """Return plain MLX's y: x @ w.T, then the bias, the residual, or silu(gate) * up."""
-        x, *rest = inputs
-        first = x @ rest[0].T
+        x, products = inputs[0], self.matrices(inputs)
+        first = self.format.product(x, products[0])
         if self.epilogue == "swiglu":
-            return [nn.silu(first) * (x @ rest[1].T)]
-        return [first if self.epilogue == "store" else first + rest[1]]
+            return [nn.silu(first) * self.format.product(x, products[1])]
+        return [first if self.epilogue == "store" else first + inputs[-1]]
 
     def example(self, rows: int, seed: int) -> list[mx.array]:
         """Return x ~ N(0, 1), weights ~ N(0, 1/K), and the epilogue's extra input."""
         keys = mx.random.split(mx.random.key(seed), 2 + self.operands)
         dtype, scale = DTYPES[self.dtype], self.inputs**-0.5
-        arrays = [mx.random.normal((rows, self.inputs), key=keys[0])]
+        arrays = [mx.random.normal((rows, self.inputs), key=keys[0]).astype(dtype)]
         for i in range(self.operands):
-            arrays.append(mx.random.normal((self.outputs, self.inputs), key=keys[1 + i]) * scale)
+            weights = mx.random.normal((self.outputs, self.inputs), key=keys[1 + i]) * scale
+            arrays += self.format.store(weights.astype(dtype))
         if self.epilogue == "bias":
-            arrays.append(mx.random.normal((self.outputs,), key=keys[-1]))
+            arrays.append(mx.random.normal((self.outputs,), key=keys[-1]).astype(dtype))
         if self.epilogue == "residual":
-            arrays.append(mx.random.normal((rows, self.outputs), key=keys[-1]))
-        cast = [array.astype(dtype) for array in arrays]
-        mx.eval(cast)
-        return cast
+            arrays.append(mx.random.normal((rows, self.outputs), key=keys[-1]).astype(dtype))
+        mx.eval(arrays)
+        return arrays
 
     def weight_inputs(self) -> tuple[int, ...]:
-        """Return the positions of the weight matrices."""
-        return tuple(range(1, 1 + self.operands))
+        """Return the positions of the weight matrices' arrays."""
+        return tuple(range(1, 1 + self.operands * len(self.format.parts)))
 
     def dispatch(self, candidate: LinearTile | None) -> dict[str, Any]:
         """Return the entry of ``selected_dispatches``."""
         fields: dict[str, Any] = {"block_m": 0, "block_n": 0, "k_unroll": 1, "schedule": ""}
-        if self.epilogue != "swiglu":
+        if not self.family.endswith(("_swiglu", "_qmv")):
             fields |= {"outer_k": 0, "wm": 0, "wn": 0}
+        kept = self.format
         if candidate is not None:
             chosen = asdict(candidate)
             fields = {name: chosen[name] for name in fields}
+        if not kept.is_dense:
+            fields |= {"bits": kept.bits, "group_size": kept.group, "mode": kept.mode}
         return fields | {
             "algorithm": "mlx" if candidate is None else "metile",
             "dtype": f"mlx.core.{self.dtype}",

@@ -31,6 +31,24 @@ struct Weights {
   }
 };
 
+// Quantized ones are always packed, as values.
+template <typename T, typename F, int P, int TN>
+struct Weights<Packed<T, F>, P, TN> {
+  typedef typename Unit<T>::type unit;
+  const unit* rows[P];
+  long stride;
+
+  static constexpr long bytes(long depth) { return Weights<T, P, TN>::bytes(depth); }
+
+  Weights(unit* packed, const PackedMatrix<T, F> (&w)[P], long n, long k, long depth) {
+    stride = round_up(depth, Weights<T, P, TN>::depth_step) / Unit<T>::width;
+    for (int p = 0; p < P; ++p) {
+      rows[p] = packed + p * TN * stride;
+      unpack_weights<TN>(packed + p * TN * stride, stride, w[p], n, k, depth);
+    }
+  }
+};
+
 // Memory that is wanted next, asked for a little at a time while something else is computed.
 struct Ahead {
   const char *at, *end;
@@ -41,6 +59,8 @@ struct Ahead {
     if (first >= last) return Ahead{nullptr, nullptr};
     return Ahead{reinterpret_cast<const char*>(w.row(first)), reinterpret_cast<const char*>(w.row(last))};
   }
+  template <typename T, typename F>
+  static Ahead rows(const PackedMatrix<T, F>& w, long first, long count) { return rows(w.codes, first, count); }
   void fetch(int lines) {
     for (int i = 0; i < lines && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
   }
@@ -77,18 +97,37 @@ struct Weights<bfloat, P, TN> {
       convert_weights<16>(to, 16, from + k, row_stride, rows, min_of(32, depth - k));
   }
 };
+
+template <typename F, int P, int TN>
+struct Weights<Packed<bfloat, F>, P, TN> {
+  static constexpr int groups = TN / 16, G = P * groups;
+  static constexpr long stride = 64, step = 1024;
+  const char* tiles[G];
+
+  static constexpr long bytes(long depth) { return Weights<bfloat, P, TN>::bytes(depth); }
+
+  Weights(uint* packed, const PackedMatrix<bfloat, F> (&w)[P], long n, long k, long depth) {
+    for (int g = 0; g < G; ++g) {
+      uint* to = packed + g * ceil_div(depth, 32) * 256;
+      tiles[g] = reinterpret_cast<const char*>(to);
+      for (long s = 0; s < depth; s += 32, to += 256)
+        unpack_weights<16>(to, 16, w[g / groups], n + g % groups * 16, k + s, min_of(32, depth - s));
+    }
+  }
+};
 #endif
 
 }  // namespace metile
 
 // WM x WN simdgroups of BM/WM x BN/WN elements each; the compiler unrolls k, whatever KU says.
-template <typename T, int P, int BM, int BN, int WM, int WN, int KU, int DEPTH>
+template <typename Element, int P, int BM, int BN, int WM, int WN, int KU, int DEPTH>
 struct Accumulator {
+  typedef ElementOf<Element> T;
   static constexpr int tile_m = BM / WM, tile_n = BN / WN;
   static constexpr int panels = tile_m / metile::lanes;
   static constexpr bool takes_all = false;
   static constexpr long block_bytes = long(P) * BN * BM * 4;
-  typedef metile::Weights<T, P, tile_n> Weights;
+  typedef metile::Weights<Element, P, tile_n> Weights;
   typedef typename metile::Unit<T>::type unit;
   float* memory;  // [P][BN][BM], the block transposed
   metile::Ahead ahead[P] = {};
@@ -99,7 +138,8 @@ struct Accumulator {
 
   // += x[:, k0 : k0+depth] . w[n0 : n0+BN, k0 : k0+depth]^T, or = where this is the first slice of k.
   template <int D>
-  void multiply_accumulate(const Stage<T, BM, D>& x, const Matrix<const T> (&w)[P], long n0, long k0, long depth, bool first) {
+  void multiply_accumulate(const Stage<T, BM, D>& x, const WeightsOf<Element> (&w)[P], long n0, long k0, long depth,
+                           bool first) {
     for (long n = 0; n < BN && n0 + n < w[0].rows; n += tile_n) {
       const Weights weights(packed(), w, n0 + n, k0, depth);
       for (long m = 0; m < BM; m += tile_m) tile(x, weights, m, n, depth, first);
@@ -109,8 +149,8 @@ struct Accumulator {
   // The last slice and the epilogue, a simdgroup at a time: its sums are still in the nearest cache. Where
   // several simdgroups share weights, those of the next row of simdgroups come in meanwhile.
   template <typename E>
-  void store(const Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Matrix<T> y, long m0, long n0, long k0, bool first,
-             const E& epilogue) {
+  void store(const Stage<T, BM, DEPTH>& x, const WeightsOf<Element> (&w)[P], Matrix<T> y, long m0, long n0, long k0,
+             bool first, const E& epilogue) {
     const long depth = w[0].columns - k0;
     for (long n = 0; n < BN && n0 + n < y.columns; n += tile_n) {
       const Weights weights(packed(), w, n0 + n, k0, depth);
@@ -147,7 +187,7 @@ struct Accumulator {
 
 #if METILE_ISA_AMX
   template <int D>
-  void tile(const Stage<bfloat, BM, D>& x, const metile::Weights<bfloat, P, tile_n>& w, long m, long n, long depth, bool first) {
+  void tile(const Stage<bfloat, BM, D>& x, const Weights& w, long m, long n, long depth, bool first) {
     constexpr int G = Weights::G;
     typedef metile::TileAccumulator<G, panels> Tiles;
     float* to[G];
@@ -165,7 +205,7 @@ struct Accumulator {
 #endif
 
   template <typename S, int D>
-  void tile(const Stage<S, BM, D>& x, const metile::Weights<S, P, tile_n>& w, long m, long n, long depth, bool first) const {
+  void tile(const Stage<S, BM, D>& x, const Weights& w, long m, long n, long depth, bool first) const {
     vfloat sums[P][tile_n][panels];
     for (int p = 0; p < P; ++p)
       for (int i = 0; i < tile_n; ++i)

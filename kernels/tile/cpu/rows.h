@@ -32,6 +32,17 @@ struct LaneUnit<bfloat> {  // or 32 bfloats, multiplied in pairs
 };
 #endif
 
+// Epilogue and store of the sums [P][ROWS][BN] of a threadgroup.
+template <int P, int ROWS, int BN, typename T, typename E>
+inline void store_rows(const float* sums, Matrix<T> y, long m0, long n0, const E& epilogue) {
+  for (long m = 0; m < ROWS && m0 + m < y.rows; ++m)
+    for (long n = 0; n < BN; n += lanes) {
+      vfloat values[P];
+      for (int p = 0; p < P; ++p) values[p] = load(sums + (p * ROWS + m) * BN + n);
+      finish(epilogue, y, values, m0 + m, n0 + n, y.columns - n0 - n);
+    }
+}
+
 }  // namespace metile
 
 // x[0 : ROWS, :] in threadgroup memory, in the element type of the multiply, zero-filled to whole registers.
@@ -77,12 +88,7 @@ struct RowAccumulator {
 
   template <typename E>
   void store(Matrix<T> y, long m0, long n0, const E& epilogue) const {
-    for (long m = 0; m < ROWS && m0 + m < y.rows; ++m)
-      for (long n = 0; n < BN; n += metile::lanes) {
-        vfloat values[P];
-        for (int p = 0; p < P; ++p) values[p] = metile::load(memory + (p * ROWS + m) * BN + n);
-        metile::finish(epilogue, y, values, m0 + m, n0 + n, y.columns - n0 - n);
-      }
+    metile::store_rows<P, ROWS, BN>(memory, y, m0, n0, epilogue);
   }
 
  private:
