@@ -9,14 +9,27 @@ struct Codes {
   typedef uchar Bytes __attribute__((ext_vector_type(COUNT)));
 
   static Bytes read(const uchar* from) {
-    Bytes to;
-    for (int i = 0; i < COUNT; i += 8) {
-      unsigned long bits = 0;
-      __builtin_memcpy(&bits, from + i / 8 * BITS, BITS);
+    unsigned long spread[COUNT / 8];
 #pragma clang loop unroll(full)
-      for (int j = 0; j < 8; ++j) to[i + j] = bits >> j * BITS & ((1u << BITS) - 1);
+    for (int i = 0; i < COUNT / 8; ++i) {
+      unsigned long bits = 0;
+      __builtin_memcpy(&bits, from + i * BITS, BITS);
+      spread[i] = to_bytes(bits);
     }
-    return to;
+    return load_bits<Bytes>(spread);
+  }
+
+ private:
+  static unsigned long to_bytes(unsigned long bits) {  // of a little-endian machine, as all here are
+    constexpr unsigned long mask = (1ul << BITS) - 1;
+#if defined(__BMI2__)
+    return __builtin_ia32_pdep_di(bits, mask * 0x0101010101010101ul);
+#else
+    unsigned long bytes = 0;
+#pragma clang loop unroll(full)
+    for (int j = 0; j < 8; ++j) bytes |= (bits >> j * BITS & mask) << 8 * j;
+    return bytes;
+#endif
   }
 };
 
