@@ -167,6 +167,9 @@ def test_every_code_is_its_level() -> None:
             key = LinearKey("store", 32, 64, 32, dtype, weights)
             codes = mx.arange(64 * key.format.bits, dtype=mx.uint32).reshape(64, key.format.bits)
             codes = codes * 0x04030201 + (codes << 16) * 7
+            if weights == "mxfp8":  # without what is not a number
+                each = codes.view(mx.uint8)
+                codes = mx.where(each % 128 == 127, each - 1, each).view(mx.uint32)
             scales = mx.full((64, 32 // key.format.group), 1.0 if "affine" in weights else 0x38, mx.float32)
             if "affine" in weights:
                 arrays = [codes, scales.astype(DTYPES[dtype]), mx.zeros(scales.shape, DTYPES[dtype])]

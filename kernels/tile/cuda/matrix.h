@@ -6,7 +6,8 @@
 // DEPTH is 0, KU turns of k at a time: a turn is a piece of a row (weights.h) in each of four lanes, 8 of k and two
 // fragments where weights are dense. That is a permutation of k, the same in x and in the weights. With KU = 4 and a DEPTH of 64, warpgroups multiply a whole slice
 // while they fetch another: see warpgroup.h. Where BM has fewer than 8 rows for each of the WM warps, the
-// warps that are too many share k, and the sums are added at the end.
+// warps that are too many share k, and the sums are added at the end; all of them do where each would unpack the same
+// weights.
 template <typename E, int P, int BM, int BN, int WM, int WN, int KU, int DEPTH>
 struct Accumulator {
   typedef ElementOf<E> T;
@@ -14,7 +15,7 @@ struct Accumulator {
   typedef WeightRow<E> Row;
   typedef typename Row::Piece Piece;
   static constexpr bool exact = is_float(T());
-  static constexpr int split = BM < 8 * WM ? 8 * WM / BM : 1, warps_m = WM / split;
+  static constexpr int split = DEPTH == 0 && Row::is_packed ? WM : BM < 8 * WM ? 8 * WM / BM : 1, warps_m = WM / split;
   static constexpr int tile_m = BM / warps_m, tile_n = BN / WN;
   static constexpr int TM = tile_m / 8, TN = tile_n / 16;
   static constexpr int held = Held<T>::count;

@@ -8,6 +8,7 @@ inline bool is_whole(const PackedMatrix<T, F>& w) { return w.codes.is_aligned();
 template <typename T, typename F>
 struct WeightRow<Packed<T, F>> {
   typedef Chunk<T, F, 32> Piece;
+  static constexpr bool is_packed = true;
   static constexpr int count = 32;
   uint word, group;  // the first
 
@@ -31,7 +32,7 @@ struct WeightSlices<Packed<T, F>, P, BN, DEPTH, WHOLE> {
   typedef typename Row::Piece Piece;
   static constexpr int per_row = DEPTH / Row::count, pieces = BN * per_row;
   static constexpr int turns = (pieces + group_threads - 1) / group_threads;
-  static constexpr int fitting = 24 / (P * turns * Piece::words_held);
+  static constexpr int fitting = 16 / (P * turns * Piece::words_held);
   static constexpr int ahead = fitting < 1 ? 1 : fitting > 3 ? 3 : fitting;
   static_assert(DEPTH % Row::count == 0, "a slice is whole pieces");
   Group group;

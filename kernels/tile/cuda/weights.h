@@ -11,6 +11,7 @@ struct WeightRow {
     Words all;
     inline Words words(int) const { return all; }
   };
+  static constexpr bool is_packed = false;
   static constexpr int count = Held<T>::count;
   const T* data;
 
