@@ -48,7 +48,9 @@ def lines(*names: str, rows: Sequence[int] = (1, 3), contexts: Sequence[int] = (
 
 def test_the_table_has_its_lines() -> None:
     work = gpu_work.operations(gpu_work.NAMES, gpu_work.ROWS, gpu_work.CONTEXTS)
-    assert len(work) == 4 * 10 + 4
+    assert len(work) == 6 * 10 + 4
+    quantized = next(operation for operation in work if operation.name == "matmul_4bit" and operation.rows == 8)
+    assert quantized.moved_bytes == 8960 * 1536 * 9 // 16 + 2 * 8 * (1536 + 8960)  # 4 bits and 2 / 64 of 16
     swiglu = next(operation for operation in work if operation.name == "swiglu" and operation.rows == 1)
     assert swiglu.moved_bytes == 2 * (2 * 8960 * 1536 + 1536 + 8960)
     assert swiglu.flops == 2 * 2 * 8960 * 1536
@@ -84,7 +86,9 @@ def test_candidates_are_the_nearest_and_some_of_the_others() -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", ["matmul", "swiglu", "rms_norm", "add_rms_norm", "attention"])
+@pytest.mark.parametrize(
+    "name", ["matmul", "swiglu", "matmul_4bit", "swiglu_4bit", "rms_norm", "add_rms_norm", "attention"]
+)
 def test_each_launch_of_a_chain_takes_what_the_last_one_gave(name: str) -> None:
     (operation,) = lines(name, rows=(3,), contexts=(40,))
     chain = gpu_work.Chain(operation, 1 << 16, 1 << 30)
@@ -101,7 +105,7 @@ def test_each_launch_of_a_chain_takes_what_the_last_one_gave(name: str) -> None:
     assert len(seen) == 4
     for inputs, y in zip([*(i[0] for i in seen[1:]), end], given, strict=True):
         wanted = y.reshape(-1)[: inputs.size].reshape(inputs.shape)
-        if name == "swiglu":
+        if name.startswith("swiglu"):
             wanted = mx.fast.rms_norm(wanted, mx.ones((64,), mx.bfloat16), gpu_work.EPS)
         assert mx.array_equal(inputs, wanted)
     assert mx.isfinite(end.astype(mx.float32)).all()

@@ -141,18 +141,26 @@ def _tile_fault(tile: LinearTile, operands: int, dtype: str, kept: WeightFormat,
     if slice_bytes(tile, operands, size) * stages(tile, operands, size) > limits.threadgroup_bytes:
         return f"more threadgroup memory than the device's {limits.threadgroup_bytes} bytes"
     if tile.program == "rows":
-        return _rows_fault(tile, operands, kept)
+        return _rows_fault(tile, operands, kept, limits)
     if is_grouped(tile):
         return _grouped_fault(tile, operands, dtype, kept, limits)
-    return _warps_fault(tile, operands, kept)
+    return _warps_fault(tile, operands, kept, limits)
 
 
-def _rows_fault(tile: LinearTile, operands: int, kept: WeightFormat) -> str | None:
+def _is_crowded(tile: LinearTile, registers: int, kept: WeightFormat, limits: Limits) -> bool:
+    """Return whether threads cannot have so many registers of quantized weights and sums, beside those to unpack."""
+    taken = (registers + _OTHER_REGISTERS) * tile.wm * tile.wn * limits.lanes
+    return not kept.is_dense and taken > limits.threadgroup_registers
+
+
+def _rows_fault(tile: LinearTile, operands: int, kept: WeightFormat, limits: Limits) -> str | None:
     each = tile.block_n // tile.wn
-    if operands * each * tile.block_m > _MOST_SUMS // 4:
+    sums = operands * each * tile.block_m
+    if sums > _MOST_SUMS // 4:
         return "accumulators do not fit the registers"
-    piece = _piece_registers(kept, 32 if kept.bits % 2 else 16)
-    return "weights do not fit the registers" if piece * operands * each * tile.k_unroll > _MOST_LOADED else None
+    loaded = _piece_registers(kept, 32 if kept.bits % 2 else 16) * operands * each * tile.k_unroll
+    crowded = _is_crowded(tile, loaded + 2 * sums, kept, limits)
+    return "weights do not fit the registers" if loaded > _MOST_LOADED or crowded else None
 
 
 def _grouped_fault(tile: LinearTile, operands: int, dtype: str, kept: WeightFormat, limits: Limits) -> str | None:
@@ -167,7 +175,7 @@ def _grouped_fault(tile: LinearTile, operands: int, dtype: str, kept: WeightForm
     return None
 
 
-def _warps_fault(tile: LinearTile, operands: int, kept: WeightFormat) -> str | None:
+def _warps_fault(tile: LinearTile, operands: int, kept: WeightFormat, limits: Limits) -> str | None:
     if kept.is_dense and tile.k_unroll == 3:
         return "k_unroll is for quantized weights"
     # Warps that share k: those that are too many for their rows; all that would unpack the same weights.
@@ -184,11 +192,17 @@ def _warps_fault(tile: LinearTile, operands: int, kept: WeightFormat) -> str | N
     if tile.outer_k:
         if sums < 16 or sharing > 1:
             return "a simdgroup has too little to do"
-        many = sums + _ring_registers(tile, operands, kept) > _MOST_SUMS + _MOST_LOADED // 2
-        return "weights do not fit the registers" if many else None
-    loaded = 4 * _piece_registers(kept, _CODES_AT_ONCE) * operands * wide * tile.k_unroll + 4 * tall
+        crowded = _is_crowded(tile, sums + _ring_registers(tile, operands, kept), kept, limits)
+        return "weights do not fit the registers" if crowded else None
+    return _direct_fault(tile, operands * wide, tall, kept, limits)
+
+
+def _direct_fault(tile: LinearTile, wide: int, tall: int, kept: WeightFormat, limits: Limits) -> str | None:
+    sums = 4 * wide * tall
+    loaded = 4 * _piece_registers(kept, _CODES_AT_ONCE) * wide * tile.k_unroll + 4 * tall
     room = _MOST_LOADED if kept.is_dense else _MOST_LOADED + 8
-    return "weights do not fit the registers" if loaded > room or sums > _MOST_SUMS // 2 else None
+    crowded = _is_crowded(tile, loaded + sums, kept, limits)
+    return "weights do not fit the registers" if loaded > room or sums > _MOST_SUMS // 2 or crowded else None
 
 
 def _shape_fault(key: LinearKey, tile: LinearTile) -> str | None:
