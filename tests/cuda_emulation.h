@@ -311,6 +311,13 @@ inline uint fused(T, uint a, uint b, uint c) {
   return one(0) | one(16);
 }
 
+inline uint picked_bytes(uint a, uint b, uint digits) {
+  const uint64_t both = uint64_t(b) << 32 | a;
+  uint to = 0;
+  for (int i = 0; i < 4; ++i) to |= uint(both >> (digits >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return to;
+}
+
 inline float float_of_bits(int bits) {
   float value;
   memcpy(&value, &bits, 4);

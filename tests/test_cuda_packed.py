@@ -191,7 +191,7 @@ COMPILED = [
     (LinearKey("swiglu", 8, 8960, 1536, "bfloat16", "affine4g64"), tile("matrix", 8, 16, 4, 1, 2, 0)),
     (LinearKey("residual", 16, 1536, 8960, "float16", "affine4g64"), tile("matrix", 16, 16, 8, 1, 2, 0)),
     (LinearKey("swiglu", 16, 8960, 1536, "bfloat16", "affine4g64"), tile("matrix", 16, 32, 1, 2, 1, 64)),
-    (LinearKey("swiglu", 512, 8960, 1536, "bfloat16", "affine4g64"), tile("matrix", 64, 64, 2, 2, 1, 64)),
+    (LinearKey("swiglu", 512, 8960, 1536, "bfloat16", "affine4g64"), tile("matrix", 32, 64, 2, 2, 1, 64)),
     (LinearKey("store", 512, 8960, 1536, "bfloat16", "affine6g64"), tile("matrix", 128, 64, 2, 2, 1, 64)),
     (LinearKey("store", 512, 8960, 1536, "float16", "affine8g64"), tile("matrix", 128, 64, 2, 2, 1, 64)),
     (LinearKey("store", 64, 1536, 8960, "float32", "affine4g64"), tile("matrix", 32, 64, 2, 2, 1, 32)),

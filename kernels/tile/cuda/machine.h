@@ -111,6 +111,9 @@ inline uint fused(Half, uint a, uint b, uint c) {
   return to;
 }
 
+// Four of the 8 bytes of b and a, each named by a digit: 0 to 3 are those of a.
+inline uint picked_bytes(uint a, uint b, uint digits) { return __byte_perm(a, b, digits); }
+
 inline float float_of_bits(int bits) { return __int_as_float(bits); }
 inline uint bits_of_float(float value) { return __float_as_uint(value); }
 inline float exponential(float x) { return __expf(x); }

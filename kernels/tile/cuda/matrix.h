@@ -286,7 +286,7 @@ struct Accumulator {
         for (int j = 0; j < TN; ++j)
 #pragma unroll
           for (int e = 0; e < 2; ++e)
-            to[u][p][j][e] = rows[p][j][e].template load<WHOLE, warps_m == 1>(w[p], k + u * turn, end);
+            to[u][p][j][e] = rows[p][j][e].template load<WHOLE, warps_m == 1>(w[p], k, u * turn, end);
   }
 
   static inline bool are_aligned(const Matrix<const T>& x, const Weights (&w)[P]) {

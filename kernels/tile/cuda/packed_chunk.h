@@ -1,13 +1,16 @@
 // Codes of quantized weights: some of a row side by side, from where they lie to values of the dtype of x.
 #pragma once
 
-// The level of a code, plus `level_above`. Integers become the low bits of a float of 2^bits; floats are put where those
-// of 32 bits have theirs, and multiplied by the difference of the exponents' biases: exact, subnormal ones too.
+// The level of a code, plus `level_above`. Integers become the highest bits below a float's one, of which 4 bits fill the
+// second byte; floats are put where those of 32 bits have theirs, and multiplied by the difference of the exponents'
+// biases: exact, subnormal ones too.
+inline constexpr int raised_bits(int bits) { return bits == 4 ? 7 : bits; }
 template <typename F>
-inline constexpr float level_above() { return F::is_integer ? float(1 << F::bits) : 0.0f; }
+inline constexpr float level_above() { return F::is_integer ? float(1 << raised_bits(F::bits)) : 0.0f; }
 template <int BITS, int GROUP>
 inline float raised_level(Affine<BITS, GROUP>, uint code) {
-  return float_of_code(uint(127 + BITS) << 23 | code << (23 - BITS));
+  constexpr int bits = raised_bits(BITS);
+  return float_of_code(uint(127 + bits) << 23 | code << (23 - bits));
 }
 inline float exact_e2m1(uint code) {
   return float_of_code((code & 8) << 28 | (code & 7) << 22) * float_of_code(253u << 23);
@@ -18,34 +21,39 @@ inline float raised_level(Mxfp8, uint code) {
   return float_of_code((code & 128) << 24 | (code & 127) << 20) * float_of_code(247u << 23);
 }
 
-// Two codes of 4 bits in the halves of a register, as values of 16 bits: level * scale + bias, rounded once.
-template <int GROUP>
-inline uint scaled_pair(Affine<4, GROUP>, Bfloat, uint codes, uint scale, uint bias) {
-  const uint raised = codes & 0x000f000fu | 0x43004300u;  // 128 + code
-  return fused(Bfloat(), fused(Bfloat(), raised, 0x3f803f80u, 0xc300c300u), scale, bias);
+// Codes of 4 bits, in two halves of a register, as values of 16 bits: level * scale + bias, rounded once. They stand in
+// the lowest bits of the halves, or in the next where HIGH. The bits of a bfloat below 2^-125 count 2^-133 each.
+template <bool HIGH, int GROUP>
+inline uint scaled_pair(Affine<4, GROUP>, Bfloat, uint word, uint scale, uint bias) {  // scale is times 64
+  const uint code = word & (HIGH ? 0x00f000f0u : 0x000f000fu);
+  return fused(Bfloat(), fused(Bfloat(), code, HIGH ? 0x7d007d00u : 0x7f007f00u, 0x80008000u), scale, bias);
 }
-template <int GROUP>
-inline uint scaled_pair(Affine<4, GROUP>, Half, uint codes, uint scale, uint bias) {
-  const uint raised = codes & 0x000f000fu | 0x64006400u;  // 1024 + code
-  return fused(Half(), fused(Half(), raised, 0x3c003c00u, 0xe400e400u), scale, bias);
+template <bool HIGH, int GROUP>
+inline uint scaled_pair(Affine<4, GROUP>, Half, uint word, uint scale, uint bias) {  // by way of 1024 + code
+  const uint raised = word & (HIGH ? 0x00f000f0u : 0x000f000fu) | 0x64006400u;
+  const uint code = fused(Half(), raised, HIGH ? 0x2c002c00u : 0x3c003c00u, HIGH ? 0xd400d400u : 0xe400e400u);
+  return fused(Half(), code, scale, bias);
 }
-template <typename F>
-inline uint scaled_pair(F, Bfloat, uint codes, uint scale, uint) {  // e2m1, times 2^126
-  const uint placed = (codes & 0x00080008u) << 12 | (codes & 0x00070007u) << 6;
+template <bool HIGH, typename F>
+inline uint scaled_pair(F, Bfloat, uint word, uint scale, uint) {  // e2m1, times 2^126
+  const uint sign = HIGH ? word << 8 : word << 12, size = HIGH ? word << 2 : word << 6;
+  const uint placed = sign & 0x80008000u | size & 0x01c001c0u;
   return fused(Bfloat(), fused(Bfloat(), placed, 0x7e807e80u, 0x80008000u), scale, 0x80008000u);
 }
+
+// A scale in both halves of a register, as those take it.
+template <typename F, typename T>
+inline uint scale_pair(F, T scale) { return scale.bits * 0x10001u; }
+template <int GROUP>
+inline uint scale_pair(Affine<4, GROUP>, Bfloat scale) {
+  return fused(Bfloat(), scale.bits * 0x10001u, 0x42804280u, 0x80008000u);
+}
+template <typename F>
+inline uint scale_pair(F, uchar scale) { return (bits_of_float(F::scale(scale)) >> 16) * 0x10001u; }
 
 inline constexpr bool is_bfloat(Bfloat) { return true; }
 template <typename T>
 inline constexpr bool is_bfloat(T) { return false; }
-
-// A value of 16 bits in both halves of a register.
-template <typename T>
-inline uint twice(T value) { return value.bits * 0x10001u; }
-inline uint twice(float value) { return (bits_of_float(value) >> 16) * 0x10001u; }  // as bfloat, which holds it
-
-inline uint low_halves(uint a, uint b) { return a & 0xffffu | b << 16; }
-inline uint high_halves(uint a, uint b) { return a >> 16 | b & 0xffff0000u; }
 
 // Words before column k of a row of codes; k is a multiple of what a word or two of them hold.
 template <typename F>
@@ -63,22 +71,22 @@ struct Chunk {
   Scale scales[groups];
   T biases[groups];
 
-  // Of the row whose words and groups begin at `first_word` and `first_group`; zero from column `end` on. WHOLE if the
-  // words can be moved at_once.
+  // Those `ahead` of k, whole groups, of the row whose words and groups begin at `first_word` and `first_group`; zero from
+  // column `end` on. WHOLE if the words can be moved at_once.
   template <bool WHOLE, bool ONCE>
-  inline void load(const PackedMatrix<T, F>& w, uint first_word, uint first_group, Index k, Index end) {
-    const uint* from = w.codes.data + (first_word + code_words<F>(k));
+  inline void load(const PackedMatrix<T, F>& w, uint first_word, uint first_group, Index k, int ahead, Index end) {
+    const uint* from = w.codes.data + (first_word + code_words<F>(k)) + code_words<F>(ahead);
+    const Index left = end - k - ahead;
 #pragma unroll
-    for (int i = 0; i < words_held; i += at_once) {
-      const bool inside = F::group < COUNT ? k + i * 32 / F::bits < end : k < end;
-      load_run<WHOLE, ONCE>(codes + i, from + i, inside, k + i * 32 / F::bits, end);
-    }
+    for (int i = 0; i < words_held; i += at_once) load_run<WHOLE, ONCE>(codes + i, from + i, left - i * 32 / F::bits);
+    const uint place = first_group + uint(k) / F::group;
+    const Scale* own_scales = w.scales.data + place + ahead / F::group;
+    const T* own_biases = w.biases.data + place + ahead / F::group;
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
-      const bool inside = k + g * F::group < end;
-      const uint place = first_group + uint(k) / F::group + g;
-      scales[g] = inside ? w.scales.data[place] : Scale();
-      if (F::is_biased) biases[g] = inside ? w.biases.data[place] : T();
+      const bool inside = g * F::group < left;
+      scales[g] = inside ? own_scales[g] : Scale();
+      if (F::is_biased) biases[g] = inside ? own_biases[g] : T();
     }
   }
 
@@ -94,20 +102,34 @@ struct Chunk {
     return (raised_level(F(), code(i)) - level_above<F>()) * scale(i) + bias(i);
   }
 
+  // Eight levels from code `first` on, each plus level_above.
+  inline void levels(float (&to)[8], int first) const {
+    if constexpr (F::bits == 4 && F::is_integer) {
+      const uint word = codes[first / 8], even = word & 0x0f0f0f0fu, odd = word >> 4 & 0x0f0f0f0fu;
+#pragma unroll
+      for (int i = 0; i < 8; ++i)  // 0x43, the byte, and two of zero
+        to[i] = float_of_code(picked_bytes(i % 2 ? odd : even, 0x43000000u, 0x7044u | uint(i / 2) << 8));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) to[i] = raised_level(F(), code(first + i));
+    }
+  }
+
   // 16 bytes of values.
   inline Words words(int step) const {
     Words to;
     if constexpr (paired) {  // codes come apart as (c0, c4), (c1, c5), ..
       const int group = step * 8 / F::group % groups;
-      uint scale, bias = 0, pairs[4];
-      if constexpr (F::is_biased) scale = twice(scales[group]), bias = twice(biases[group]);
-      else scale = twice(F::scale(scales[group]));
+      const uint word = codes[step], scale = scale_pair(F(), scales[group]);
+      uint bias = 0;
+      if constexpr (F::is_biased) bias = biases[group].bits * 0x10001u;
+      const uint pairs[4] = {
+          scaled_pair<false>(F(), T(), word, scale, bias), scaled_pair<true>(F(), T(), word, scale, bias),
+          scaled_pair<false>(F(), T(), word >> 8, scale, bias), scaled_pair<true>(F(), T(), word >> 8, scale, bias)};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) pairs[j] = scaled_pair(F(), T(), codes[step] >> 4 * j, scale, bias);
-#pragma unroll
-      for (int j = 0; j < 4; j += 2) {
-        to.at[j / 2] = low_halves(pairs[j], pairs[j + 1]);
-        to.at[2 + j / 2] = high_halves(pairs[j], pairs[j + 1]);
+      for (int j = 0; j < 2; ++j) {
+        to.at[j] = picked_bytes(pairs[2 * j], pairs[2 * j + 1], 0x5410);
+        to.at[2 + j] = picked_bytes(pairs[2 * j], pairs[2 * j + 1], 0x7632);
       }
     } else {
 #pragma unroll
@@ -121,7 +143,8 @@ struct Chunk {
 
  private:
   template <bool WHOLE, bool ONCE>
-  static inline void load_run(uint* to, const uint* from, bool inside, Index k, Index end) {
+  static inline void load_run(uint* to, const uint* from, Index left) {
+    const bool inside = left > 0;
     if constexpr (WHOLE && at_once == 4) {
       const Words all = inside ? ONCE ? load_once(from) : load_again(from) : Words{{0, 0, 0, 0}};
 #pragma unroll
@@ -131,7 +154,7 @@ struct Chunk {
       to[0] = all.at[0], to[1] = all.at[1];
     } else {
 #pragma unroll
-      for (int i = 0; i < at_once; ++i) to[i] = inside && k + i * 32 / F::bits < end ? from[i] : 0;
+      for (int i = 0; i < at_once; ++i) to[i] = i * 32 / F::bits < left ? from[i] : 0;
     }
   }
 };

@@ -11,7 +11,6 @@ struct RowAccumulator<Packed<T, F>, P, ROWS, BN, WN, KU, 0> {
   static constexpr int tile_n = BN / WN, held = Held<T>::count;
   static constexpr int count = F::bits % 2 ? 32 : 16;  // codes that a lane takes at once: whole words, of one group
   typedef Chunk<T, F, count> Piece;
-  static constexpr bool is_shifted = F::is_biased || F::is_integer;
   static constexpr Index bytes = 0;
   Group group;
   float sums[P][tile_n][ROWS];  // in all lanes, once multiplied
@@ -61,7 +60,7 @@ struct RowAccumulator<Packed<T, F>, P, ROWS, BN, WN, KU, 0> {
 #pragma unroll
           for (int i = 0; i < tile_n; ++i) {
             const uint row = uint(min_of(first + i, w[p].rows - 1));  // past the edge, the last again
-            pieces[u][p][i].template load<WHOLE, true>(w[p], row * row_words, row * row_groups, k + u * turn, depth);
+            pieces[u][p][i].template load<WHOLE, true>(w[p], row * row_words, row * row_groups, k, u * turn, depth);
           }
 #pragma unroll
       for (int u = 0; u < KU; ++u) add<WHOLE>(x, pieces[u], k + u * turn, depth);
@@ -72,25 +71,29 @@ struct RowAccumulator<Packed<T, F>, P, ROWS, BN, WN, KU, 0> {
   inline void add(const Staged& x, const Piece (&pieces)[P][tile_n], Index k, Index depth) {
     float part[P][tile_n][ROWS] = {}, total[ROWS] = {};
 #pragma unroll
-    for (int s = 0; s < count; s += held) {
-      float of_x[ROWS][held];
+    for (int s = 0; s < count; s += 8) {
+      float of_x[ROWS][8 / held][held];
 #pragma unroll
-      for (int m = 0; m < ROWS; ++m) {
-        unpack(T(), of_x[m], load_words<false>(x.row(m) + (k + s) * x.x.step, depth - k - s, x.x.step, WHOLE));
+      for (int m = 0; m < ROWS; ++m)
 #pragma unroll
-        for (int e = 0; e < held; ++e)
-          if (is_shifted) total[m] += of_x[m][e];
-      }
+        for (int h = 0; h < 8 / held; ++h) {
+          const Index at = k + s + h * held;
+          unpack(T(), of_x[m][h], load_words<false>(x.row(m) + at * x.x.step, depth - at, x.x.step, WHOLE));
+#pragma unroll
+          for (int e = 0; e < held; ++e)
+            if (F::is_integer) total[m] += of_x[m][h][e];
+        }
 #pragma unroll
       for (int p = 0; p < P; ++p)
 #pragma unroll
-        for (int i = 0; i < tile_n; ++i)
+        for (int i = 0; i < tile_n; ++i) {
+          float levels[8];
+          pieces[p][i].levels(levels, s);
 #pragma unroll
-          for (int e = 0; e < held; ++e) {
-            const float level = raised_level(F(), pieces[p][i].code(s + e));
+          for (int e = 0; e < 8; ++e)
 #pragma unroll
-            for (int m = 0; m < ROWS; ++m) part[p][i][m] += of_x[m][e] * level;
-          }
+            for (int m = 0; m < ROWS; ++m) part[p][i][m] += of_x[m][e / held][e % held] * levels[e];
+        }
     }
 #pragma unroll
     for (int p = 0; p < P; ++p)
@@ -100,7 +103,7 @@ struct RowAccumulator<Packed<T, F>, P, ROWS, BN, WN, KU, 0> {
 #pragma unroll
         for (int m = 0; m < ROWS; ++m) {
           sums[p][i][m] += part[p][i][m] * scale;
-          if (is_shifted) sums[p][i][m] += total[m] * shift;
+          if (F::is_integer) sums[p][i][m] += total[m] * shift;
         }
       }
   }

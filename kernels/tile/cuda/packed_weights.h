@@ -17,9 +17,9 @@ struct WeightRow<Packed<T, F>> {
       : word(uint(n) * code_words<F>(w.columns)), group(uint(n) * (uint(w.columns) / F::group)) {}
 
   template <bool WHOLE, bool ONCE>
-  inline Piece load(const PackedMatrix<T, F>& w, Index k, Index end) const {
+  inline Piece load(const PackedMatrix<T, F>& w, Index k, int ahead, Index end) const {
     Piece piece;
-    piece.template load<WHOLE, ONCE>(w, word, group, k, end);
+    piece.template load<WHOLE, ONCE>(w, word, group, k, ahead, end);
     return piece;
   }
 };
@@ -78,7 +78,7 @@ struct WeightSlices<Packed<T, F>, P, BN, DEPTH, WHOLE> {
     for (int p = 0; p < P; ++p)
 #pragma unroll
       for (int i = 0; i < turns; ++i)
-        to[p][i] = rows[p][i].template load<WHOLE, false>(w[p], k + piece(i) % per_row * Row::count, w[p].columns);
+        to[p][i] = rows[p][i].template load<WHOLE, false>(w[p], k + piece(i) % per_row * Row::count, 0, w[p].columns);
   }
 
   inline void put(char* to, int p, int i) const {

@@ -18,10 +18,11 @@ struct WeightRow {
   WeightRow() = default;
   inline WeightRow(const Matrix<const T>& w, Index n) : data(w.row(n)) {}
 
-  // The piece at k, zero from `end` on; WHOLE if it can be moved at once, ONCE if no other warp reads it.
+  // The piece `ahead` of k, zero from `end` on; WHOLE if it can be moved at once, ONCE if no other warp reads it.
   template <bool WHOLE, bool ONCE>
-  inline Piece load(const Matrix<const T>& w, Index k, Index end) const {
-    return Piece{load_words<ONCE>(data + k * w.step, end - k, w.step, WHOLE)};
+  inline Piece load(const Matrix<const T>& w, Index k, int ahead, Index end) const {
+    const Index at = k + ahead;
+    return Piece{load_words<ONCE>(data + at * w.step, end - at, w.step, WHOLE)};
   }
 };
 
