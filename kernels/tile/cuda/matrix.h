@@ -4,10 +4,10 @@
 
 // Weights come in slices of DEPTH through a ring in shared memory, together with those of x; or from where they lie if
 // DEPTH is 0, KU turns of k at a time: a turn is a piece of a row (weights.h) in each of four lanes, 8 of k and two
-// fragments where weights are dense. That is a permutation of k, the same in x and in the weights. With KU = 4 and a DEPTH of 64, warpgroups multiply a whole slice
-// while they fetch another: see warpgroup.h. Where BM has fewer than 8 rows for each of the WM warps, the
-// warps that are too many share k, and the sums are added at the end; all of them do where each would unpack the same
-// weights.
+// fragments where weights are dense. That is a permutation of k, the same in x and in the weights. With KU = 4 and a
+// DEPTH of 64, warpgroups multiply a whole slice while they fetch another: see warpgroup.h. Where BM has fewer than 8
+// rows for each of the WM warps, the warps that are too many share k, and the sums are added at the end; all of them do
+// where each would unpack the same weights.
 template <typename E, int P, int BM, int BN, int WM, int WN, int KU, int DEPTH>
 struct Accumulator {
   typedef ElementOf<E> T;

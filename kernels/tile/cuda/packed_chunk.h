@@ -1,7 +1,7 @@
 // Codes of quantized weights: some of a row side by side, from where they lie to values of the dtype of x.
 #pragma once
 
-// The level of a code, plus `level_above`. Integers become the highest bits below a float's one, of which 4 bits fill the
+// The level of a code, plus `level_above`. Integers become the highest bits of a float's fraction, 4 bits part of its
 // second byte; floats are put where those of 32 bits have theirs, and multiplied by the difference of the exponents'
 // biases: exact, subnormal ones too.
 inline constexpr int raised_bits(int bits) { return bits == 4 ? 7 : bits; }
@@ -71,8 +71,8 @@ struct Chunk {
   Scale scales[groups];
   T biases[groups];
 
-  // Those `ahead` of k, whole groups, of the row whose words and groups begin at `first_word` and `first_group`; zero from
-  // column `end` on. WHOLE if the words can be moved at_once.
+  // Those `ahead` of k, whole groups, of the row whose words and groups begin at `first_word` and `first_group`; zero
+  // from column `end` on. WHOLE if the words can be moved at_once.
   template <bool WHOLE, bool ONCE>
   inline void load(const PackedMatrix<T, F>& w, uint first_word, uint first_group, Index k, int ahead, Index end) {
     const uint* from = w.codes.data + (first_word + code_words<F>(k)) + code_words<F>(ahead);

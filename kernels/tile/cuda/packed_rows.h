@@ -1,5 +1,5 @@
-// The accumulator at the decode end where weights are quantized: levels are multiplied, and the sum of each lane's codes
-// of a group is scaled; what all of them lie above zero is multiplied by the sum of x.
+// The accumulator at the decode end where weights are quantized: levels are multiplied, and a lane's sum of a group is
+// scaled; what all levels lie above zero is multiplied by the sum of x.
 #pragma once
 
 template <typename T, typename F, int ROWS>

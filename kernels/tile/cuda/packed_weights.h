@@ -24,8 +24,8 @@ struct WeightRow<Packed<T, F>> {
   }
 };
 
-// A thread brings the same codes of every slice, `ahead` slices before they are needed, in registers. Their values lie in
-// the ring as dense weights would.
+// A thread brings the same codes of every slice, `ahead` slices before they are needed, in registers. Their values lie
+// in the ring as dense weights would.
 template <typename T, typename F, int P, int BN, int DEPTH, bool WHOLE>
 struct WeightSlices<Packed<T, F>, P, BN, DEPTH, WHOLE> {
   typedef WeightRow<Packed<T, F>> Row;
@@ -60,7 +60,8 @@ struct WeightSlices<Packed<T, F>, P, BN, DEPTH, WHOLE> {
       for (int i = 0; i < turns; ++i) {
         if (is_mine(i)) put(to, p, i);
 #pragma unroll
-        for (int a = 0; a < ahead; ++a) next[a][p][i] = a + 1 < ahead ? next[a + 1 < ahead ? a + 1 : a][p][i] : fresh[p][i];
+        for (int a = 0; a + 1 < ahead; ++a) next[a][p][i] = next[a + 1][p][i];
+        next[ahead - 1][p][i] = fresh[p][i];
       }
   }
 

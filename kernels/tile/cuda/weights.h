@@ -1,4 +1,4 @@
-// Where an accumulator at the matrix end takes dense weights from; packed_weights.h is the same where they are quantized.
+// Where an accumulator at the matrix end takes dense weights from; quantized ones have packed_weights.h.
 #pragma once
 
 template <typename T>
@@ -26,8 +26,8 @@ struct WeightRow {
   }
 };
 
-// Slices of DEPTH of BN rows of P matrices from row n0 on, for a ring in shared memory. WHOLE if 16 bytes of a row can be
-// moved at once.
+// Slices of DEPTH of BN rows of P matrices from row n0 on, for a ring in shared memory. WHOLE if 16 bytes of a row can
+// be moved at once.
 template <typename T, int P, int BN, int DEPTH, bool WHOLE>
 struct WeightSlices {
   static constexpr int matrix_bytes = BN * staged_stride<T, DEPTH>();
