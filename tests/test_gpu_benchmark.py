@@ -269,6 +269,33 @@ def test_candidates_are_checked_and_failures_told(tmp_path: Path) -> None:
     assert len(log.read_text().splitlines()) == 3
 
 
+def test_what_plain_mlx_lacks_on_a_device_is_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    chosen: list[Any] = []
+
+    def made(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("no such product")
+        return arguments
+
+    machine = SimpleNamespace(cpu="CPU", default_device=lambda: "GPU", set_default_device=chosen.append)
+    monkeypatch.setattr(gpu_check, "make_case", made)
+    monkeypatch.setattr(gpu_check, "mx", machine)
+    assert gpu_check.Runner(None)._case("key", 3)[:2] == ("key", 3)
+    assert chosen == ["CPU", "GPU"]
+
+
+def test_quantized_checks_hold_every_format() -> None:
+    checks = list(gpu_check.packed_checks(HOPPER.limits))
+    assert {check.name.split()[0] for check in checks} == set(gpu_check.FORMATS)
+    for check in checks:
+        ragged, _ = check.cases[1]
+        assert ragged.inputs % ragged.format.group == 0
+        assert ragged.inputs // ragged.format.group % 2 == 1
+        assert ragged.outputs * ragged.inputs % 32 == 0
+
+
 def test_a_dead_context_ends_the_process_after_its_check(tmp_path: Path) -> None:
     def dies(*_: Any, **__: Any) -> Any:
         raise RuntimeError("cudaStreamSynchronize failed: an illegal memory access was encountered")
