@@ -28,6 +28,8 @@ from metile.errors import MetileError
 from metile.ops.attention import AttentionKey
 from metile.ops.linear import LinearKey
 from metile.ops.norm import NormKey
+from metile.ops.weights import AFFINE_BITS, AFFINE_GROUPS
+from metile.report_dispatches import BLOCK_FORMATS
 from metile.targets import TARGETS, choose_target
 from metile.targets.base import Kernel, Limits
 from metile.targets.compiler import CompileError
@@ -36,6 +38,8 @@ AT_ONCE = 32  # candidates compiled together
 DEADLY = ("illegal", "misaligned", "unspecified launch", "launch failed", "illegal instruction", "device-side")
 DTYPES = ("bfloat16", "float16", "float32")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+FORMATS = (*(f"affine{bits}g{group}" for bits in AFFINE_BITS for group in AFFINE_GROUPS), *BLOCK_FORMATS)
+PACKED_TILES = 12  # of a format at each number of rows
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,20 @@ def linear_checks(limits: Limits) -> Iterator[Check]:
                 yield Check(f"{epilogue} {dtype} {rows} rows {tile.label()}", tile, cases)
 
 
+def packed_checks(limits: Limits) -> Iterator[Check]:
+    """Yield some candidates of quantized layers: every format at all rows, with dtypes and epilogues in turn."""
+    turns = itertools.cycle(itertools.product(DTYPES, ("store", "swiglu", "bias", "residual")))
+    for rows, weights in itertools.product(ROWS, FORMATS):
+        dtype, epilogue = next(turns)
+        key = LinearKey(epilogue, rows, 512, 1024, dtype, weights)  # type: ignore[arg-type]
+        space, group = key.space(limits), key.format.group
+        # MLX quantizes by 32 elements, of which a row may have half.
+        ragged = dataclasses.replace(key, outputs=330, inputs=group * (416 // group // 2 * 2 + 1))
+        for tile in space[:: max(len(space) // PACKED_TILES, 1)]:
+            cases = ((key, rows), (ragged, max(rows - 1, 1)))
+            yield Check(f"{weights} {dtype} {epilogue} {rows} rows {tile.label()}", tile, cases)
+
+
 def norm_checks(limits: Limits) -> Iterator[Check]:
     """Yield the candidates of norms."""
     for dtype, add, hidden in itertools.product(DTYPES, (False, True), (1536, 577)):
@@ -86,11 +104,11 @@ def attention_checks(limits: Limits) -> Iterator[Check]:
                         yield Check(name, tile, cases)
 
 
-FAMILIES = {"norm": norm_checks, "attention": attention_checks, "linear": linear_checks}
+FAMILIES = {"norm": norm_checks, "attention": attention_checks, "linear": linear_checks, "packed": packed_checks}
 
 
 # Of each family, in turn: MLX takes two seconds to compile a kernel of attention, and linear layers have the most.
-SHARES = {"linear": 8, "norm": 1, "attention": 1}
+SHARES = {"linear": 8, "packed": 8, "norm": 1, "attention": 1}
 
 
 def mixed(queues: dict[str, list[Check]]) -> list[Check]:
@@ -107,6 +125,16 @@ def spread(checks: Sequence[Check]) -> list[Check]:
     """Return the checks in an order of which every beginning is spread over all of them."""
     step = next(step for step in (61, 59, 53, 47, 1) if step == 1 or len(checks) % step)
     return [checks[index * step % len(checks)] for index in range(len(checks))]
+
+
+def case_of_cpu(key: Any, rows: int) -> Case:
+    """Return a case whose reference plain MLX computes on the CPU."""
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    try:
+        return make_case(key, rows, 7, time.perf_counter)
+    finally:
+        mx.set_default_device(device)
 
 
 class Runner:
@@ -132,7 +160,11 @@ class Runner:
 
     def _case(self, key: Any, rows: int) -> Case:
         if (key, rows) not in self._cases:
-            self._cases[key, rows] = make_case(key, rows, 7, time.perf_counter)
+            try:
+                case = make_case(key, rows, 7, time.perf_counter)
+            except Exception:  # plain MLX does not multiply every format and shape on every device
+                case = case_of_cpu(key, rows)
+            self._cases[key, rows] = case
         return self._cases[key, rows]
 
 

@@ -17,7 +17,7 @@ from mlx_lm.models.activations import swiglu
 
 from metile.measure import Rotation
 from metile.ops.attention import AttentionKey, token_bucket
-from metile.ops.linear import LinearKey
+from metile.ops.linear import Epilogue, LinearKey
 from metile.ops.norm import NormKey
 
 HIDDEN, INNER = 1536, 8960
@@ -25,6 +25,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 CONTEXTS = (256, 1024, 4096, 16384)
 HEADS, KEY_HEADS, DIMENSION = 12, 2, 128
 EPS = 1e-6
+FOUR_BITS = "affine4g64"
 _MOST_SETS = 512
 
 Launch = Callable[[Sequence[mx.array]], list[mx.array]]
@@ -50,10 +51,10 @@ class Operation:
 
     @property
     def moved_bytes(self) -> int:
-        """What a launch must read and write, in bfloat16."""
+        """What a launch must read and write, in bfloat16 where it is not codes."""
         if isinstance(self.key, LinearKey):
-            weights = self.key.operands * self.key.outputs * self.key.inputs
-            return 2 * (weights + self.rows * (self.key.inputs + self.key.outputs))
+            weights = self.key.operands * self.key.format.bytes(self.key.outputs, self.key.inputs, self.key.dtype)
+            return weights + 2 * self.rows * (self.key.inputs + self.key.outputs)
         if isinstance(self.key, NormKey):
             return 2 * self.key.hidden * (self.rows * (4 if self.key.add else 2) + 1)
         return 2 * DIMENSION * (2 * KEY_HEADS * self.context + 2 * HEADS)
@@ -78,9 +79,9 @@ class Operation:
 
     def plain(self, inputs: Sequence[mx.array]) -> list[mx.array]:
         """Launch plain MLX, as mlx-lm calls it."""
-        if self.name == "swiglu":
-            x, gate, up = inputs
-            return [swiglu(x @ gate.T, x @ up.T)]
+        if isinstance(self.key, LinearKey) and self.key.epilogue == "swiglu":
+            gate, up = (self.key.format.product(inputs[0], matrix) for matrix in self.key.matrices(inputs))
+            return [swiglu(gate, up)]
         outputs: list[mx.array] = self.key.reference(inputs)
         return outputs
 
@@ -95,11 +96,17 @@ class Operation:
 
 def operations(names: Sequence[str], rows: Sequence[int], contexts: Sequence[int]) -> list[Operation]:
     """Return the lines of the table, those that matter most first."""
+
+    def linear(name: str, epilogue: Epilogue, weights: str) -> list[Operation]:
+        normed = epilogue == "swiglu"
+        keys = [(m, LinearKey(epilogue, m, INNER, HIDDEN, "bfloat16", weights)) for m in rows]
+        return [Operation(name, key, m, normed=normed) for m, key in keys]
+
     made: dict[str, list[Operation]] = {
-        "swiglu": [
-            Operation("swiglu", LinearKey("swiglu", m, INNER, HIDDEN, "bfloat16"), m, normed=True) for m in rows
-        ],
-        "matmul": [Operation("matmul", LinearKey("store", m, INNER, HIDDEN, "bfloat16"), m) for m in rows],
+        "swiglu": linear("swiglu", "swiglu", "dense"),
+        "matmul": linear("matmul", "store", "dense"),
+        "swiglu_4bit": linear("swiglu_4bit", "swiglu", FOUR_BITS),
+        "matmul_4bit": linear("matmul_4bit", "store", FOUR_BITS),
         "attention": [
             Operation("attention", AttentionKey(1, token_bucket(s), HEADS, KEY_HEADS, DIMENSION, "bfloat16"), 1, s)
             for s in contexts
@@ -110,7 +117,7 @@ def operations(names: Sequence[str], rows: Sequence[int], contexts: Sequence[int
     return [operation for name in names for operation in made[name]]
 
 
-NAMES = ("swiglu", "matmul", "attention", "rms_norm", "add_rms_norm")
+NAMES = ("swiglu", "matmul", "swiglu_4bit", "matmul_4bit", "attention", "rms_norm", "add_rms_norm")
 
 
 def compiled(target: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:

@@ -301,10 +301,32 @@ inline void multiply_groups(T, float (&c)[TM][4], GroupOperand w, GroupOperand x
 template <typename T>
 inline uint packed(T, float low, float high) { return T(low).bits | uint(T(high).bits) << 16; }
 
+template <typename T>
+inline uint fused(T, uint a, uint b, uint c) {
+  const auto one = [&](int shift) {
+    T x, y, z;
+    x.bits = ushort(a >> shift), y.bits = ushort(b >> shift), z.bits = ushort(c >> shift);
+    return uint(T(fmaf(float(x), float(y), float(z))).bits) << shift;
+  };
+  return one(0) | one(16);
+}
+
+inline uint picked_bytes(uint a, uint b, uint digits) {
+  const uint64_t both = uint64_t(b) << 32 | a;
+  uint to = 0;
+  for (int i = 0; i < 4; ++i) to |= uint(both >> (digits >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return to;
+}
+
 inline float float_of_bits(int bits) {
   float value;
   memcpy(&value, &bits, 4);
   return value;
+}
+inline uint bits_of_float(float value) {
+  uint bits;
+  memcpy(&bits, &value, 4);
+  return bits;
 }
 inline float exponential(float x) { return expf(x); }
 inline float reciprocal_root(float x) { return 1.0f / sqrtf(x); }

@@ -48,7 +48,9 @@ def lines(*names: str, rows: Sequence[int] = (1, 3), contexts: Sequence[int] = (
 
 def test_the_table_has_its_lines() -> None:
     work = gpu_work.operations(gpu_work.NAMES, gpu_work.ROWS, gpu_work.CONTEXTS)
-    assert len(work) == 4 * 10 + 4
+    assert len(work) == 6 * 10 + 4
+    quantized = next(operation for operation in work if operation.name == "matmul_4bit" and operation.rows == 8)
+    assert quantized.moved_bytes == 8960 * 1536 * 9 // 16 + 2 * 8 * (1536 + 8960)  # 4 bits and 2 / 64 of 16
     swiglu = next(operation for operation in work if operation.name == "swiglu" and operation.rows == 1)
     assert swiglu.moved_bytes == 2 * (2 * 8960 * 1536 + 1536 + 8960)
     assert swiglu.flops == 2 * 2 * 8960 * 1536
@@ -84,7 +86,9 @@ def test_candidates_are_the_nearest_and_some_of_the_others() -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", ["matmul", "swiglu", "rms_norm", "add_rms_norm", "attention"])
+@pytest.mark.parametrize(
+    "name", ["matmul", "swiglu", "matmul_4bit", "swiglu_4bit", "rms_norm", "add_rms_norm", "attention"]
+)
 def test_each_launch_of_a_chain_takes_what_the_last_one_gave(name: str) -> None:
     (operation,) = lines(name, rows=(3,), contexts=(40,))
     chain = gpu_work.Chain(operation, 1 << 16, 1 << 30)
@@ -101,7 +105,7 @@ def test_each_launch_of_a_chain_takes_what_the_last_one_gave(name: str) -> None:
     assert len(seen) == 4
     for inputs, y in zip([*(i[0] for i in seen[1:]), end], given, strict=True):
         wanted = y.reshape(-1)[: inputs.size].reshape(inputs.shape)
-        if name == "swiglu":
+        if name.startswith("swiglu"):
             wanted = mx.fast.rms_norm(wanted, mx.ones((64,), mx.bfloat16), gpu_work.EPS)
         assert mx.array_equal(inputs, wanted)
     assert mx.isfinite(end.astype(mx.float32)).all()
@@ -263,6 +267,33 @@ def test_candidates_are_checked_and_failures_told(tmp_path: Path) -> None:
     assert "all values are zero" in text
     assert gpu_check.run(checks, gpu_check.Runner(Half()), log, time.time() - 1, 0) == -1
     assert len(log.read_text().splitlines()) == 3
+
+
+def test_what_plain_mlx_lacks_on_a_device_is_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    chosen: list[Any] = []
+
+    def made(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("no such product")
+        return arguments
+
+    machine = SimpleNamespace(cpu="CPU", default_device=lambda: "GPU", set_default_device=chosen.append)
+    monkeypatch.setattr(gpu_check, "make_case", made)
+    monkeypatch.setattr(gpu_check, "mx", machine)
+    assert gpu_check.Runner(None)._case("key", 3)[:2] == ("key", 3)
+    assert chosen == ["CPU", "GPU"]
+
+
+def test_quantized_checks_hold_every_format() -> None:
+    checks = list(gpu_check.packed_checks(HOPPER.limits))
+    assert {check.name.split()[0] for check in checks} == set(gpu_check.FORMATS)
+    for check in checks:
+        ragged, _ = check.cases[1]
+        assert ragged.inputs % ragged.format.group == 0
+        assert ragged.inputs // ragged.format.group % 2 == 1
+        assert ragged.outputs * ragged.inputs % 32 == 0
 
 
 def test_a_dead_context_ends_the_process_after_its_check(tmp_path: Path) -> None:

@@ -153,7 +153,8 @@ def test_a_tool_is_run_and_its_summary_kept(
 def test_every_family_is_among_the_small_launches() -> None:
     pairs = list(gpu_sanitize.chosen(2, HOPPER.limits))
     families = {key.family for key, _ in pairs}
-    assert families == {"dense_swiglu", "dense_matmul", "rms_norm", "add_rms_norm", "attention"}
+    quantized = {"affine_swiglu", "affine_matmul", "block_scaled"}
+    assert families == {"dense_swiglu", "dense_matmul", "rms_norm", "add_rms_norm", "attention", *quantized}
     programs = {candidate.program for key, candidate in pairs if not isinstance(key, NormKey)}
     assert programs == {"rows", "matrix"}
 

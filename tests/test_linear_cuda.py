@@ -82,3 +82,48 @@ def test_reasons_name_what_does_not_fit() -> None:
 def test_forms_that_are_compiled_beforehand_hold_every_depth() -> None:
     for tile in key(128).space(LIMITS):
         assert tile.outer_k in linear_cuda.likely_depths(tile)
+
+
+def packed(rows: int, weights: str = "affine4g64", epilogue: Any = "store", **shape: Any) -> LinearKey:
+    return dataclasses.replace(key(rows, epilogue), weights=weights, **shape)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("epilogue", ["store", "swiglu"])
+@pytest.mark.parametrize("weights", ["affine2g32", "affine4g64", "affine5g128", "affine8g64", "mxfp8", "nvfp4"])
+def test_candidates_of_quantized_weights(weights: str, epilogue: str, rows: int) -> None:
+    subject = packed(rows, weights, epilogue)
+    for limits in (LIMITS, AMPERE):
+        space = subject.space(limits)
+        assert len(space) == len(set(space)) > 8
+        assert all(is_valid(subject, tile, limits) is None for tile in space)
+        assert all(tile.outer_k % 32 == 0 for tile in space)  # a lane takes 32 codes
+        assert len(space) + sum(subject.pruned(limits).values()) == len(linear_cuda.product(subject, limits))
+
+
+@pytest.mark.parametrize(
+    ("subject", "label"),
+    [
+        (packed(1), "rows_bm1_bn32_wm1_wn8_ku3_ok0_linear"),
+        (packed(8), "matrix_bm8_bn16_wm4_wn1_ku3_ok0_linear"),
+        (packed(16), "matrix_bm16_bn16_wm4_wn1_ku3_ok0_linear"),
+        (packed(8, epilogue="swiglu"), "matrix_bm8_bn16_wm4_wn1_ku2_ok0_linear"),
+        (packed(8, outputs=1536, inputs=8960), "matrix_bm8_bn16_wm16_wn1_ku2_ok0_linear"),
+        (packed(128), "matrix_bm128_bn64_wm1_wn4_ku4_ok64_linear"),
+        (packed(2048), "matrix_bm256_bn128_wm1_wn8_ku4_ok64_grouped8"),
+    ],
+)
+def test_defaults_of_quantized_weights(subject: LinearKey, label: str) -> None:
+    assert subject.space(LIMITS)[0].label() == label
+    assert not linear_cuda.is_grouped(subject.space(AMPERE)[0])
+
+
+def test_quantized_weights_leave_out_what_crowds_the_registers() -> None:
+    wide = LinearTile("matrix", 8, 64, 4, 4, 4, 0, "linear")
+    assert is_valid(packed(8), wide, LIMITS) == "weights do not fit the registers"
+    assert is_valid(packed(8), dataclasses.replace(wide, wm=2), LIMITS) is None
+    three = LinearTile("matrix", 8, 16, 4, 1, 3, 0, "linear")
+    assert is_valid(packed(8), three, LIMITS) is None
+    assert is_valid(key(8), three, LIMITS) == "k_unroll is for quantized weights"
+    rows = LinearTile("rows", 1, 64, 1, 16, 6, 0, "linear")
+    assert is_valid(packed(1), rows, LIMITS) == "weights do not fit the registers"

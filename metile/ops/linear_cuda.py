@@ -3,6 +3,9 @@
 Four ways to multiply, told apart by the plan's fields. At the decode end ``rows`` reads every weight once for up to
 four rows of x. ``matrix`` takes weights from where they lie (``outer_k`` 0, warps may share k), through a ring in
 shared memory for a warp's products, or through a ring for a warpgroup's (``k_unroll`` 4).
+
+Quantized weights have the same four ways. They are unpacked in registers: to be multiplied there, or on their way to
+the ring, which holds values of the dtype of x, as it does of dense weights.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from metile.targets.base import Limits
 
 if TYPE_CHECKING:
     from metile.ops.linear import LinearKey
+    from metile.ops.weights import WeightFormat
 
 FRAGMENT_ROWS, FRAGMENT_COLUMNS = 8, 16  # of x and of the weights in a fragment of the matrix unit
 GROUP_UNROLL, GROUP_DEPTH, GROUP_COLUMNS = 4, 64, 64  # what tells a warpgroup's product, and its rows of weights
@@ -29,6 +33,9 @@ _MOST_SUMS = 128  # of a lane: half of its registers
 _OTHER_REGISTERS = 72  # of a lane, beside its sums
 _BUSY = 96  # threadgroups that keep a large GPU busy
 _MOST_LOADED = 96  # registers of weights on their way to a lane
+_CODES_AT_ONCE = 32  # of a row, that a lane takes at the matrix end
+_TURN = 4 * _CODES_AT_ONCE  # of k, that a warp takes at once from where quantized weights lie
+_MOST_WARPS = 16 * 132  # that keep all of a large GPU's memory requests under way
 
 
 def is_grouped(tile: LinearTile) -> bool:
@@ -64,13 +71,13 @@ def product(key: LinearKey, limits: Limits) -> Sequence[LinearTile]:
 
 def admitted(key: LinearKey, limits: Limits) -> list[LinearTile]:
     """Return the valid part of the product."""
-    fitting = _fitting(min(key.rows, ROWS_AT_ONCE), key.operands, key.dtype, limits)
+    fitting = _fitting(min(key.rows, ROWS_AT_ONCE), key.operands, key.dtype, key.format, limits)
     return [tile for tile in fitting if _shape_fault(key, tile) is None]
 
 
 def fault(key: LinearKey, tile: LinearTile, limits: Limits) -> str | None:
     """Return why a candidate is inadmissible for `key` on a device, or None where it may run."""
-    return _tile_fault(tile, key.operands, key.dtype, limits) or _shape_fault(key, tile)
+    return _tile_fault(tile, key.operands, key.dtype, key.format, limits) or _shape_fault(key, tile)
 
 
 def _rows(rows_at_once: int) -> Iterator[LinearTile]:
@@ -79,7 +86,9 @@ def _rows(rows_at_once: int) -> Iterator[LinearTile]:
 
 
 def _direct() -> Iterator[LinearTile]:
-    for block_m, wm, wn, each, unroll in itertools.product((8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2), (1, 2, 4)):
+    for block_m, wm, wn, each, unroll in itertools.product(
+        (8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2), (1, 2, 3, 4)
+    ):
         yield LinearTile("matrix", block_m, FRAGMENT_COLUMNS * wn * each, wm, wn, unroll, 0, "linear")
 
 
@@ -104,11 +113,27 @@ def _product(rows_at_once: int) -> tuple[LinearTile, ...]:
 
 
 @functools.cache
-def _fitting(rows_at_once: int, operands: int, dtype: str, limits: Limits) -> tuple[LinearTile, ...]:
-    return tuple(tile for tile in _product(rows_at_once) if _tile_fault(tile, operands, dtype, limits) is None)
+def _fitting(
+    rows_at_once: int, operands: int, dtype: str, kept: WeightFormat, limits: Limits
+) -> tuple[LinearTile, ...]:
+    return tuple(tile for tile in _product(rows_at_once) if _tile_fault(tile, operands, dtype, kept, limits) is None)
 
 
-def _tile_fault(tile: LinearTile, operands: int, dtype: str, limits: Limits) -> str | None:
+def _piece_registers(kept: WeightFormat, codes: int) -> int:
+    """Return the registers that a lane takes for a piece of a row: 16 bytes, or codes and what scales them."""
+    return 4 if kept.is_dense else codes * kept.bits // 32 + 2
+
+
+def _ring_registers(tile: LinearTile, operands: int, kept: WeightFormat) -> int:
+    """Return the registers in which a thread brings quantized weights to the ring."""
+    if kept.is_dense:
+        return 0
+    turns = operands * -(-tile.block_n * tile.outer_k // (_CODES_AT_ONCE * 32 * tile.wm * tile.wn))
+    ahead = min(max(16 // (turns * kept.bits), 1), 3)
+    return (ahead + 1) * turns * _piece_registers(kept, _CODES_AT_ONCE)
+
+
+def _tile_fault(tile: LinearTile, operands: int, dtype: str, kept: WeightFormat, limits: Limits) -> str | None:
     """Return why a tile does not fit the device, whatever the shape."""
     size = DTYPES[dtype].size
     if tile.wm * tile.wn * limits.lanes > limits.threads:
@@ -116,32 +141,47 @@ def _tile_fault(tile: LinearTile, operands: int, dtype: str, limits: Limits) -> 
     if slice_bytes(tile, operands, size) * stages(tile, operands, size) > limits.threadgroup_bytes:
         return f"more threadgroup memory than the device's {limits.threadgroup_bytes} bytes"
     if tile.program == "rows":
-        return _rows_fault(tile, operands)
+        return _rows_fault(tile, operands, kept, limits)
     if is_grouped(tile):
-        return _grouped_fault(tile, operands, dtype, limits)
-    return _warps_fault(tile, operands)
+        return _grouped_fault(tile, operands, dtype, kept, limits)
+    return _warps_fault(tile, operands, kept, limits)
 
 
-def _rows_fault(tile: LinearTile, operands: int) -> str | None:
+def _is_crowded(tile: LinearTile, registers: int, kept: WeightFormat, limits: Limits) -> bool:
+    """Return whether threads cannot have so many registers of quantized weights and sums, beside those to unpack."""
+    taken = (registers + _OTHER_REGISTERS) * tile.wm * tile.wn * limits.lanes
+    return not kept.is_dense and taken > limits.threadgroup_registers
+
+
+def _rows_fault(tile: LinearTile, operands: int, kept: WeightFormat, limits: Limits) -> str | None:
     each = tile.block_n // tile.wn
-    if operands * each * tile.block_m > _MOST_SUMS // 4:
+    sums = operands * each * tile.block_m
+    if sums > _MOST_SUMS // 4:
         return "accumulators do not fit the registers"
-    return "weights do not fit the registers" if 4 * operands * each * tile.k_unroll > _MOST_LOADED else None
+    loaded = _piece_registers(kept, 32 if kept.bits % 2 else 16) * operands * each * tile.k_unroll
+    crowded = _is_crowded(tile, loaded + 2 * sums, kept, limits)
+    return "weights do not fit the registers" if loaded > _MOST_LOADED or crowded else None
 
 
-def _grouped_fault(tile: LinearTile, operands: int, dtype: str, limits: Limits) -> str | None:
+def _grouped_fault(tile: LinearTile, operands: int, dtype: str, kept: WeightFormat, limits: Limits) -> str | None:
     if not limits.warpgroups or dtype not in limits.tile_dtypes:
         return "the device does not multiply this dtype by warpgroups"
     if tile.block_m % tile.wm or tile.block_m // tile.wm < FRAGMENT_ROWS:
         return "a block is not whole fragments for each simdgroup"
     sums = operands * tile.block_m // tile.wm // 2
-    if (sums + _OTHER_REGISTERS) * tile.wm * tile.wn * limits.lanes > limits.threadgroup_registers or sums > _MOST_SUMS:
+    taken = sums + _OTHER_REGISTERS + _ring_registers(tile, operands, kept)
+    if taken * tile.wm * tile.wn * limits.lanes > limits.threadgroup_registers or sums > _MOST_SUMS:
         return "accumulators do not fit the registers"
     return None
 
 
-def _warps_fault(tile: LinearTile, operands: int) -> str | None:
-    sharing = max(FRAGMENT_ROWS * tile.wm // tile.block_m, 1)  # warps that share k
+def _warps_fault(tile: LinearTile, operands: int, kept: WeightFormat, limits: Limits) -> str | None:
+    if kept.is_dense and tile.k_unroll == 3:
+        return "k_unroll is for quantized weights"
+    # Warps that share k: those that are too many for their rows; all that would unpack the same weights.
+    sharing = max(FRAGMENT_ROWS * tile.wm // tile.block_m, 1)
+    if not tile.outer_k and not kept.is_dense:
+        sharing = tile.wm
     warps_m = tile.wm // sharing
     if not warps_m or tile.block_m % (FRAGMENT_ROWS * warps_m) or tile.block_n % (FRAGMENT_COLUMNS * tile.wn):
         return "a block is not whole fragments for each simdgroup"
@@ -150,10 +190,19 @@ def _warps_fault(tile: LinearTile, operands: int) -> str | None:
     if sums > _MOST_SUMS:
         return "accumulators do not fit the registers"
     if tile.outer_k:
-        return "a simdgroup has too little to do" if sums < 16 or sharing > 1 else None
-    if 16 * operands * wide * tile.k_unroll + 4 * tall > _MOST_LOADED or sums > _MOST_SUMS // 2:
-        return "weights do not fit the registers"
-    return None
+        if sums < 16 or sharing > 1:
+            return "a simdgroup has too little to do"
+        crowded = _is_crowded(tile, sums + _ring_registers(tile, operands, kept), kept, limits)
+        return "weights do not fit the registers" if crowded else None
+    return _direct_fault(tile, operands * wide, tall, kept, limits)
+
+
+def _direct_fault(tile: LinearTile, wide: int, tall: int, kept: WeightFormat, limits: Limits) -> str | None:
+    sums = 4 * wide * tall
+    loaded = 4 * _piece_registers(kept, _CODES_AT_ONCE) * wide * tile.k_unroll + 4 * tall
+    room = _MOST_LOADED if kept.is_dense else _MOST_LOADED + 8
+    crowded = _is_crowded(tile, loaded + sums, kept, limits)
+    return "weights do not fit the registers" if loaded > room or sums > _MOST_SUMS // 2 or crowded else None
 
 
 def _shape_fault(key: LinearKey, tile: LinearTile) -> str | None:
@@ -174,19 +223,22 @@ def _shape_fault(key: LinearKey, tile: LinearTile) -> str | None:
 
 
 def distance(key: LinearKey, tile: LinearTile, limits: Limits) -> tuple[float, ...]:
-    """Order candidates by how far they stand from what was found to do well on an H200; the first is the default.
+    """Order candidates by how far they stand from what does well on an H200; the first is the default.
 
     One row takes the decode program. More go through a ring, by warpgroups where there are such; up to 16 rows read
-    weights from where they lie if there are too few of them to keep all processors busy otherwise.
+    weights from where they lie if they are quantized, or if there are too few of them to keep all processors busy
+    otherwise.
     """
     kind, wanted = _kind(tile), "grouped" if limits.warpgroups else "staged"
+    few = key.outputs < _BUSY * GROUP_COLUMNS or not key.format.is_dense
     if key.rows == 1:
         wanted = "rows"
-    elif key.rows <= 2 * FRAGMENT_ROWS and (wanted == "staged" or key.outputs < _BUSY * GROUP_COLUMNS):
+    elif key.rows <= 2 * FRAGMENT_ROWS and (wanted == "staged" or few):
         wanted = "direct"
     rank = 0 if kind == wanted else 2 if kind == "staged" else 1
     order = "grouped8" if key.rows > 2 * tile.block_m else "linear"
-    return (rank, _shape_distance(key, tile, kind) + (tile.schedule != order) / 4)
+    shape = _shape_distance if key.format.is_dense else _packed_distance
+    return (rank, shape(key, tile, kind) + (tile.schedule != order) / 4)
 
 
 def _kind(tile: LinearTile) -> str:
@@ -195,22 +247,40 @@ def _kind(tile: LinearTile) -> str:
     return "direct" if not tile.outer_k else "grouped" if is_grouped(tile) else "staged"
 
 
-def _shape_distance(key: LinearKey, tile: LinearTile, kind: str) -> float:
-    def apart(value: float, wanted: float) -> float:
-        return abs(math.log2(value / wanted))
+def _apart(value: float, wanted: float) -> float:
+    return abs(math.log2(value / wanted))
 
+
+def _packed_distance(key: LinearKey, tile: LinearTile, kind: str) -> float:
+    """Return how far a tile stands from one that has all of quantized weights on their way at once."""
+    if kind in ("grouped", "staged"):
+        return _shape_distance(key, tile, kind)
+    products = key.outputs * key.operands
+    if kind == "rows":
+        each = min(max(products / _MOST_WARPS, 1), 4) / key.operands
+        turns = key.inputs / (32 if key.format.bits % 2 else 16) / 32
+        unroll = _apart(tile.k_unroll, min(max(turns, 1), 6))
+        return _apart(tile.block_n / tile.wn, max(each, 1)) + _apart(tile.wn, 8) + unroll
+    sharing = min(max(_MOST_WARPS * FRAGMENT_COLUMNS / key.outputs, 1), 16)
+    unroll = _apart(tile.k_unroll, min(max(key.inputs / (_TURN * tile.wm * key.operands), 1), 3))
+    height = _apart(tile.block_m, min(max(key.rows, FRAGMENT_ROWS), 32))
+    shared = _apart(tile.wm, sharing) + _apart(tile.wm * tile.wn, max(sharing, 4))
+    return 2 * height + _apart(tile.block_n / tile.wn, FRAGMENT_COLUMNS) + shared + unroll
+
+
+def _shape_distance(key: LinearKey, tile: LinearTile, kind: str) -> float:
     many = key.outputs >= _BUSY * GROUP_COLUMNS / 2
     if kind == "rows":
-        each = apart(tile.block_n / tile.wn, 2 if many else 1)
-        return each + apart(tile.wn, 8 if many else 4) + apart(tile.k_unroll, 2 if many else 6)
+        each = _apart(tile.block_n / tile.wn, 2 if many else 1)
+        return each + _apart(tile.wn, 8 if many else 4) + _apart(tile.k_unroll, 2 if many else 6)
     # So tall that there are threadgroups enough.
     blocks = -(-key.outputs // GROUP_COLUMNS)
     height = min(max(key.rows * blocks / _BUSY, FRAGMENT_ROWS), max(key.rows, FRAGMENT_ROWS), 128)
     if kind == "direct":
-        return apart(tile.block_m, height) + apart(tile.block_n, 16) + apart(tile.wm, 4) + apart(tile.k_unroll, 2)
+        return _apart(tile.block_m, height) + _apart(tile.block_n, 16) + _apart(tile.wm, 4) + _apart(tile.k_unroll, 2)
     if kind == "grouped":
         large = key.operands == 1 and key.rows * blocks >= 8 * 128 * _BUSY
-        wide = apart(tile.block_n, 128 if large else 64)
-        return apart(tile.block_m, 256 if large else height) + wide + apart(tile.wm, 1)
-    square = apart(tile.block_n, 64) + apart(tile.wm * tile.wn, 4)
-    return apart(tile.block_m, height) + square + apart(tile.outer_k, 64)
+        wide = _apart(tile.block_n, 128 if large else 64)
+        return _apart(tile.block_m, 256 if large else height) + wide + _apart(tile.wm, 1)
+    square = _apart(tile.block_n, 64) + _apart(tile.wm * tile.wn, 4)
+    return _apart(tile.block_m, height) + square + _apart(tile.outer_k, 64)

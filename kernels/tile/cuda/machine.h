@@ -99,7 +99,23 @@ inline uint packed(Half, float low, float high) {
   return to;
 }
 
+// a * b + c of two values each, rounded once.
+inline uint fused(Bfloat, uint a, uint b, uint c) {
+  uint to;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(to) : "r"(a), "r"(b), "r"(c));
+  return to;
+}
+inline uint fused(Half, uint a, uint b, uint c) {
+  uint to;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(to) : "r"(a), "r"(b), "r"(c));
+  return to;
+}
+
+// Four of the 8 bytes of b and a, each named by a digit: 0 to 3 are those of a.
+inline uint picked_bytes(uint a, uint b, uint digits) { return __byte_perm(a, b, digits); }
+
 inline float float_of_bits(int bits) { return __int_as_float(bits); }
+inline uint bits_of_float(float value) { return __float_as_uint(value); }
 inline float exponential(float x) { return __expf(x); }
 inline float reciprocal_root(float x) { return 1.0f / sqrtf(x); }
 inline float quotient(float a, float b) { return __fdividef(a, b); }

@@ -3,18 +3,23 @@
 #pragma once
 
 // Weights come in slices of DEPTH through a ring in shared memory, together with those of x; or from where they lie if
-// DEPTH is 0, KU turns of k at a time: a turn is 32 of k, 8 side by side in a lane, and two fragments. That is a
-// permutation of k, the same in x and in the weights. With KU = 4 and a DEPTH of 64, warpgroups multiply a whole slice
-// while they fetch another: see warpgroup.h. Where BM has fewer than 8 rows for each of the WM warps, the
-// warps that are too many share k, and the sums are added at the end.
-template <typename T, int P, int BM, int BN, int WM, int WN, int KU, int DEPTH>
+// DEPTH is 0, KU turns of k at a time: a turn is a piece of a row (weights.h) in each of four lanes, 8 of k and two
+// fragments where weights are dense. That is a permutation of k, the same in x and in the weights. With KU = 4 and a
+// DEPTH of 64, warpgroups multiply a whole slice while they fetch another: see warpgroup.h. Where BM has fewer than 8
+// rows for each of the WM warps, the warps that are too many share k, and the sums are added at the end; all of them do
+// where each would unpack the same weights.
+template <typename E, int P, int BM, int BN, int WM, int WN, int KU, int DEPTH>
 struct Accumulator {
+  typedef ElementOf<E> T;
+  typedef WeightsOf<E> Weights;
+  typedef WeightRow<E> Row;
+  typedef typename Row::Piece Piece;
   static constexpr bool exact = is_float(T());
-  static constexpr int split = BM < 8 * WM ? 8 * WM / BM : 1, warps_m = WM / split;
+  static constexpr int split = DEPTH == 0 && Row::is_packed ? WM : BM < 8 * WM ? 8 * WM / BM : 1, warps_m = WM / split;
   static constexpr int tile_m = BM / warps_m, tile_n = BN / WN;
   static constexpr int TM = tile_m / 8, TN = tile_n / 16;
   static constexpr int held = Held<T>::count;
-  static constexpr int turn = exact ? held : 4 * held;  // of k
+  static constexpr int turn = exact ? Row::count : 4 * Row::count;  // of k
   static constexpr int stride = staged_stride<T, DEPTH>();
   static constexpr int slice_bytes = DEPTH ? P * BN * stride : 0;
   static constexpr bool grouped = has_warpgroups && KU == 4 && DEPTH == 64 && !exact;
@@ -41,7 +46,7 @@ struct Accumulator {
   // += x[:, k0 : k0+depth] . w[n0 : n0+BN, k0 : k0+depth]^T, or = where this is the first slice of k; from where the
   // weights lie.
   template <int D>
-  inline void multiply_accumulate(Stage<T, BM, D>& x, const Matrix<const T> (&w)[P], Index n0, Index k0, Index depth,
+  inline void multiply_accumulate(Stage<T, BM, D>& x, const Weights (&w)[P], Index n0, Index k0, Index depth,
                                   bool first) {
     if constexpr (DEPTH == 0) {  // slices of a ring come all together: see store
       if (first) clear();
@@ -53,9 +58,9 @@ struct Accumulator {
   }
 
   // All of k and the epilogue, on the sums in their registers.
-  template <typename E>
-  inline void store(Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Matrix<T> y, Index m0, Index n0, Index k0,
-                    bool first, const E& epilogue) {
+  template <typename Epilogue>
+  inline void store(Stage<T, BM, DEPTH>& x, const Weights (&w)[P], Matrix<T> y, Index m0, Index n0, Index k0,
+                    bool first, const Epilogue& epilogue) {
     if constexpr (DEPTH == 0) {
       multiply_accumulate(x, w, n0, k0, w[0].columns - k0, first);
     } else {
@@ -88,35 +93,35 @@ struct Accumulator {
 
   // A tile beyond the edge.
   template <int D>
-  inline bool is_idle(const Stage<T, BM, D>& x, const Matrix<const T> (&w)[P], Index n0) const {
+  inline bool is_idle(const Stage<T, BM, D>& x, const Weights (&w)[P], Index n0) const {
     return x.first + m >= x.x.rows || n0 + n >= w[0].rows;
   }
 
   // All slices of k, through the ring.
   template <bool WHOLE>
-  inline void slices(const Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Index n0) {
+  inline void slices(const Stage<T, BM, DEPTH>& x, const Weights (&w)[P], Index n0) {
+    WeightSlices<E, P, BN, DEPTH, WHOLE> of_w(group, w, n0);
+    const auto convert = [&](int to, Index k) { of_w.convert(slice(to), w, k); };
     if constexpr (WHOLE) {
       const Column<false, BM, DEPTH, T> of_x(group, x.x, x.first);
-      const Column<true, BN, DEPTH, T> of_w(group, w[0], n0);
-      const T *from_x = of_x.source(x.x, x.first), *from_w[P];
-#pragma unroll
-      for (int p = 0; p < P; ++p) from_w[p] = of_w.source(w[p], n0);
-      walk<grouped>(x, w, n0, [&](int to, Index k) {
+      const T* from_x = of_x.source(x.x, x.first);
+      const auto fetch = [&](int to, Index k) {
         of_x.fetch(x.slice(to), from_x, k, x.x.columns);
-#pragma unroll
-        for (int p = 0; p < P; ++p) of_w.fetch(slice(to, p), from_w[p], k, x.x.columns);
-      });
+        of_w.fetch(slice(to), w, k);
+      };
+      walk<grouped>(x, w, n0, fetch, convert);
     } else {
-      walk<false>(x, w, n0, [&](int to, Index k) {
+      const auto fetch = [&](int to, Index k) {
         fetch_rows<false, false, BM, DEPTH>(group, x.slice(to), x.x, x.first, k);
-#pragma unroll
-        for (int p = 0; p < P; ++p) fetch_rows<true, false, BN, DEPTH>(group, slice(to, p), w[p], n0, k);
-      });
+        of_w.fetch(slice(to), w, k);
+      };
+      walk<false>(x, w, n0, fetch, convert);
     }
   }
 
-  template <bool GROUPED, typename Fetch>
-  inline void walk(const Stage<T, BM, DEPTH>& x, const Matrix<const T> (&w)[P], Index n0, const Fetch& fetch) {
+  template <bool GROUPED, typename Fetch, typename Convert>
+  inline void walk(const Stage<T, BM, DEPTH>& x, const Weights (&w)[P], Index n0, const Fetch& fetch,
+                   const Convert& convert) {
     constexpr bool overlapped = GROUPED && P * BM * BN >= 1 << 15;  // products of a slice go on while the next begins
     constexpr int ahead = group_stages - (overlapped ? 2 : 1);      // slices on their way
 #pragma unroll 1
@@ -124,6 +129,7 @@ struct Accumulator {
       if (s * DEPTH < w[0].columns) fetch(s, s * DEPTH);
       copy_commit();  // a slice past the end is a group with nothing in it
     }
+    convert(0, 0);
 #pragma unroll 1
     for (Index k = 0; k < w[0].columns; k += DEPTH) {
       copy_wait<ahead - 1>();
@@ -133,18 +139,17 @@ struct Accumulator {
       const int free = place + ahead < group_stages ? place + ahead : place + ahead - group_stages;
       if (k + ahead * DEPTH < w[0].columns) fetch(free, k + ahead * DEPTH);
       copy_commit();
-      if constexpr (GROUPED) {
-        if constexpr (!overlapped) grouped_slice(x);
-        group_wait<overlapped ? 1 : 0>();
-      } else if (!is_idle(x, w, n0)) {
-        staged_slice(x);
-      }
-      place = place + 1 == group_stages ? 0 : place + 1;
+      const int next = place + 1 == group_stages ? 0 : place + 1;
+      if constexpr (GROUPED && !overlapped) grouped_slice(x);
+      convert(next, k + DEPTH);
+      if constexpr (GROUPED) group_wait<overlapped ? 1 : 0>();
+      else if (!is_idle(x, w, n0)) staged_slice(x);
+      place = next;
     }
     if constexpr (GROUPED) group_wait<0>();
   }
 
-  inline char* slice(int to, int p) const { return memory + to * slice_bytes + p * BN * stride; }
+  inline char* slice(int to) const { return memory + to * slice_bytes; }
 
   // 16 bytes of a row of the weights' slice.
   inline const char* weights(int p, int row, int chunk) const {
@@ -218,22 +223,22 @@ struct Accumulator {
 
   // All of k0 .. end from where the weights lie. The next KU turns of weights are under way while these are multiplied.
   template <bool WHOLE, int D>
-  inline void direct(const Stage<T, BM, D>& x, const Matrix<const T> (&w)[P], Index n0, Index k0, Index end) {
-    const int lane_k = exact ? 0 : group.pair() * held;
-    const T* rows[P][TN][2];
+  inline void direct(const Stage<T, BM, D>& x, const Weights (&w)[P], Index n0, Index k0, Index end) {
+    const int lane_k = exact ? 0 : group.pair() * Row::count;
+    Row rows[P][TN][2];
 #pragma unroll
     for (int p = 0; p < P; ++p)
 #pragma unroll
       for (int j = 0; j < TN; ++j)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-          rows[p][j][e] = w[p].row(min_of(n0 + n + j * 16 + 2 * group.four() + e, w[p].rows - 1));
+          rows[p][j][e] = Row(w[p], min_of(n0 + n + j * 16 + 2 * group.four() + e, w[p].rows - 1));
     constexpr int advance = KU * turn * split;
-    Words next[KU][P][TN][2];
+    Piece next[KU][P][TN][2];
     Index k = k0 + part * KU * turn;
     weights_at<WHOLE>(next, rows, w, k + lane_k, end);
     for (; k < end; k += advance) {
-      Words now[KU][P][TN][2];
+      Piece now[KU][P][TN][2];
 #pragma unroll
       for (int u = 0; u < KU; ++u)
 #pragma unroll
@@ -244,23 +249,35 @@ struct Accumulator {
             for (int e = 0; e < 2; ++e) now[u][p][j][e] = next[u][p][j][e];
       weights_at<WHOLE>(next, rows, w, k + advance + lane_k, end);
 #pragma unroll
-      for (int u = 0; u < KU; ++u) {
-        constexpr int each = exact ? 2 : 1;
-        Words part_of_x[TM][each];
+      for (int u = 0; u < KU; ++u)
 #pragma unroll
-        for (int i = 0; i < TM; ++i)
-#pragma unroll
-          for (int e = 0; e < each; ++e)
-            part_of_x[i][e] = x.words(m + i * 8 + (exact ? 2 * group.pair() + e : group.four()),
-                                      k - k0 + u * turn + lane_k, WHOLE);
-        multiply_words(part_of_x, now[u]);
-      }
+        for (int s = 0; s < Row::count; s += held)
+          direct_step<WHOLE>(x, now[u], k - k0 + u * turn + lane_k + s, s / held);
     }
   }
 
+  // The products of one of the 16 bytes of each piece, with x from `k` on.
+  template <bool WHOLE, int D>
+  inline void direct_step(const Stage<T, BM, D>& x, const Piece (&pieces)[P][TN][2], Index k, int step) {
+    constexpr int each = exact ? 2 : 1;
+    Words part_of_x[TM][each], columns[P][TN][2];
+#pragma unroll
+    for (int i = 0; i < TM; ++i)
+#pragma unroll
+      for (int e = 0; e < each; ++e)
+        part_of_x[i][e] = x.words(m + i * 8 + (exact ? 2 * group.pair() + e : group.four()), k, WHOLE);
+#pragma unroll
+    for (int p = 0; p < P; ++p)
+#pragma unroll
+      for (int j = 0; j < TN; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) columns[p][j][e] = pieces[p][j][e].words(step);
+    multiply_words(part_of_x, columns);
+  }
+
   template <bool WHOLE>
-  inline void weights_at(Words (&to)[KU][P][TN][2], const T* const (&rows)[P][TN][2], const Matrix<const T> (&w)[P],
-                         Index k, Index end) const {
+  inline void weights_at(Piece (&to)[KU][P][TN][2], const Row (&rows)[P][TN][2], const Weights (&w)[P], Index k,
+                         Index end) const {
 #pragma unroll
     for (int u = 0; u < KU; ++u)
 #pragma unroll
@@ -268,15 +285,13 @@ struct Accumulator {
 #pragma unroll
         for (int j = 0; j < TN; ++j)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const Index at = k + u * turn;
-            to[u][p][j][e] = load_words<warps_m == 1>(rows[p][j][e] + at * w[p].step, end - at, w[p].step, WHOLE);
-          }
+          for (int e = 0; e < 2; ++e)
+            to[u][p][j][e] = rows[p][j][e].template load<WHOLE, warps_m == 1>(w[p], k, u * turn, end);
   }
 
-  static inline bool are_aligned(const Matrix<const T>& x, const Matrix<const T> (&w)[P]) {
+  static inline bool are_aligned(const Matrix<const T>& x, const Weights (&w)[P]) {
     bool all = x.is_aligned();
-    for (int p = 0; p < P; ++p) all = all && w[p].is_aligned();
+    for (int p = 0; p < P; ++p) all = all && is_whole(w[p]);
     return all;
   }
 

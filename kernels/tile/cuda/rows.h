@@ -16,6 +16,28 @@ struct RowStage {
   inline const T* row(Index m) const { return x.row(min_of(first + m, x.rows - 1)); }
 };
 
+// Sums that all lanes have, of TILE rows of weights from n0 on, each to a lane, 32 at a time: each runs the epilogue on
+// its own.
+template <typename T, typename E, int P, int TILE, int ROWS>
+inline void store_sums(Group group, Matrix<T> y, Index m0, Index n0, const float (&sums)[P][TILE][ROWS],
+                       const E& epilogue) {
+  constexpr int count = TILE * ROWS;
+#pragma unroll
+  for (int base = 0; base < count; base += simd_lanes) {
+    const int own = base + group.lane;
+    float values[P];
+#pragma unroll
+    for (int p = 0; p < P; ++p) {
+      values[p] = 0.0f;
+#pragma unroll
+      for (int i = base; i < count && i < base + simd_lanes; ++i)
+        values[p] = own == i ? sums[p][i / ROWS][i % ROWS] : values[p];
+    }
+    const Index n = n0 + own / ROWS, m = m0 + own % ROWS;
+    if (own < count && m < y.rows && n < y.columns) ::store(y.row(m) + n, epilogue.apply(values, m, n, 1), 1);
+  }
+}
+
 // A depth of k that is known when the kernel is compiled is that of a head: query_rows.h.
 template <typename T, int P, int ROWS, int BN, int WN, int KU, int DEPTH>
 struct RowAccumulator;
@@ -59,24 +81,9 @@ struct RowAccumulator<T, P, ROWS, BN, WN, KU, 0> {
         for (int m = 0; m < ROWS; ++m) sums[p][i][m] = simd_sum(sums[p][i][m]);
   }
 
-  // A sum to a lane, 32 at a time: each runs the epilogue on its own.
   template <typename E>
   inline void store(Matrix<T> y, Index m0, Index n0, const E& epilogue) const {
-    constexpr int count = tile_n * ROWS;
-#pragma unroll
-    for (int base = 0; base < count; base += simd_lanes) {
-      const int own = base + group.lane;
-      float values[P];
-#pragma unroll
-      for (int p = 0; p < P; ++p) {
-        values[p] = 0.0f;
-#pragma unroll
-        for (int i = base; i < count && i < base + simd_lanes; ++i)
-          values[p] = own == i ? sums[p][i / ROWS][i % ROWS] : values[p];
-      }
-      const Index n = n0 + group.simdgroup * tile_n + own / ROWS, m = m0 + own % ROWS;
-      if (own < count && m < y.rows && n < y.columns) ::store(y.row(m) + n, epilogue.apply(values, m, n, 1), 1);
-    }
+    store_sums(group, y, m0, n0 + group.simdgroup * tile_n, sums, epilogue);
   }
 
  private:
