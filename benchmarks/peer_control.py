@@ -264,6 +264,8 @@ def measure(
             tell(f"{model.precision}: {peer.spec.name} loads")
             peer.load(prompt)
         for number, peer in rotated(peers, work.rounds):
+            if peer.spec.name == "mlx" and number >= work.plain_rounds:
+                continue
             tell(f"{model.precision}: round {number + 1} of {work.rounds}, {peer.spec.name}")
             peer.generate(prompt, work.generation_tokens)
         if work.context is not None:

@@ -111,13 +111,14 @@ class Row(Record):
 
 
 class Workload(Record):
-    """What every engine ran."""
+    """What every engine ran; plain MLX, which may be far slower, in the first `plain_rounds` rounds."""
 
     model: str
     threads: int
     prompt_tokens: int
     generation_tokens: int
     rounds: int
+    plain_rounds: int
     context: int | None
     seed: int
 

@@ -33,7 +33,9 @@ peer_record: Any = importlib.import_module("peer_record")
 peers: Any = importlib.import_module("peers")
 
 PACKAGES = {"llama.cpp": "llama_cpp", "torch": "torch"}
-WORK = peer_record.Workload(model="m", threads=2, prompt_tokens=10, generation_tokens=5, rounds=3, context=None, seed=0)
+WORK = peer_record.Workload(
+    model="m", threads=2, prompt_tokens=10, generation_tokens=5, rounds=3, plain_rounds=3, context=None, seed=0
+)
 MODEL = peer_record.Model(precision="bf16", weight_bytes=1000, cache_bytes_per_token=10)
 
 # An engine whose clock goes by the tokens it is fed: `speed` of a prompt and half of that a step.
@@ -133,6 +135,12 @@ def test_figures_and_ratios_are_those_of_the_engines(fake: Any) -> None:
     assert ours.first_difference is None
     assert rows["torch"].first_difference == 3
     assert ours.peak_rss_bytes > 1 << 20
+
+
+def test_plain_mlx_may_run_in_fewer_rounds(fake: Any) -> None:
+    rows = measured([fake("mlx", 10), fake("metile", 40)], WORK.model_copy(update={"plain_rounds": 1}))
+    assert (len(rows["mlx"].samples), len(rows["metile"].samples)) == (1, 3)
+    assert rows["metile"].over_plain.prefill.median == pytest.approx(4)
 
 
 def test_a_missing_package_is_a_row_that_says_so(fake: Any) -> None:
