@@ -21,6 +21,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 
 from metile.instances import plain_class
+from metile.linears import dtype_of, shape_of
 
 # q [B, H, L, D], k and v [B, H_kv, S, D], scale, mask, cache -> [B, L, H * D]
 Attend = Callable[[mx.array, mx.array, mx.array, float, Any, Any], mx.array]
@@ -153,7 +154,7 @@ def arrange_attention(
         linears: four plain linears, in the order of their definition.
         others: the remaining children.
     """
-    shapes = [child["weight"].shape for _, child in linears]
+    shapes = [shape_of(child) for _, child in linears]
     if len(linears) != 4 or shapes[1] != shapes[2] or shapes[0] != shapes[3][::-1] or shapes[0][1] != shapes[1][1]:
         return None
     norms = [name for name, child in others if plain_class(child) is nn.RMSNorm]
@@ -162,11 +163,11 @@ def arrange_attention(
         return None
     q, k, v, o = (name for name, _ in linears)
     q_norm, k_norm = norms or (None, None)
-    weight = linears[0][1]["weight"]
+    width, dtype = shapes[0][1], dtype_of(linears[0][1])
 
     def fits(layout: AttentionLayout) -> bool:
         form = functools.partial(attention, module, layout, attend=plain_attend)
-        return _same(module, form, weight.shape[1], weight.dtype)
+        return _same(module, form, width, dtype)
 
     for heads, shared, dimension, scale in _numbers(module, shapes[0][0], shapes[1][0]):
         layout = AttentionLayout(

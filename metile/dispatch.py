@@ -17,7 +17,7 @@ from metile.ops.rope import RopeKey, RopeTile
 
 # The plan features of schema v8, and our own where it has no word.
 V8_FEATURES = ("affine_prefill", "attention", "dense_mlp", "graph_fusion", "quantized_mlp", "rms_norm")
-OWN_FEATURES = ("dense_projections",)
+OWN_FEATURES = ("dense_projections", "quantized_projections")
 FEATURES = V8_FEATURES + OWN_FEATURES
 
 _CANDIDATES: dict[type, type] = {

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from metile.decoder import AttentionLayout, arrange_attention, arrange_layer
 from metile.instances import STATE, plain_class
+from metile.linears import EMBEDDINGS, class_name, is_embedding, layer_fault, linear_fault, linear_op, shape_of
 from metile.ops.attention import AttentionKey
 from metile.ops.base import OpKey, dtype_name
 from metile.ops.linear import LinearKey
@@ -33,43 +34,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _is_linear_like(module: nn.Module) -> bool:
-    embedding = isinstance(module, nn.Embedding)
-    return not embedding and (is_weighted(module) or _is_wrapper(module))
-
-
-def _named(module: nn.Module) -> str:
-    """Return a class's name, with its module's where the name alone would say nothing."""
-    cls = plain_class(module)
-    plain = cls.__name__ in ("Linear", "RMSNorm", "Embedding")
-    return f"{cls.__name__} of {cls.__module__}" if plain else cls.__name__
-
-
-def _fault(module: nn.Module, cls: type, what: str) -> str | None:
-    """Return why `module` is not a plain instance of `cls` with weights that kernels take, or None."""
-    arrays = arrays_of(module)
-    if plain_class(module) is not cls:
-        return f"{_named(module)} is not {what}"
-    if extra := set(module) - {"weight", "bias"}:
-        return f"{cls.__name__} holds {', '.join(sorted(extra))} besides its weights"
-    if "weight" not in arrays or not arrays["weight"].size:
-        return f"{cls.__name__} has no weight"
-    dtypes = {array.dtype for array in arrays.values()}
-    if len(dtypes) > 1 or dtype_name(arrays["weight"].dtype) is None:
-        names = " and ".join(sorted(str(dtype).removeprefix("mlx.core.") for dtype in dtypes))
-        return f"weights of {names}, not of one of bfloat16, float16 and float32"
-    return None
-
-
-def linear_fault(module: nn.Module) -> str | None:
-    """Return why a module is not a linear layer that kernels can run, or None."""
-    return _fault(module, nn.Linear, "a plain linear")
-
-
-def linear_op(module: nn.Module) -> LinearKey:
-    """Return the key of a plain linear layer, or of an embedding used as one, at one row."""
-    weight = module["weight"]
-    outputs, inputs = weight.shape
-    return LinearKey("bias" if "bias" in module else "store", 1, outputs, inputs, dtype_name(weight.dtype) or "")
+    return not is_embedding(module) and (is_weighted(module) or _is_wrapper(module))
 
 
 def swiglu_mlp(path: str, module: nn.Module, survey: Survey) -> Site | Declined | None:
@@ -91,10 +56,18 @@ def swiglu_mlp(path: str, module: nn.Module, survey: Survey) -> Site | Declined 
     gate, up, down = (linears[name] for name in layout)
     if "bias" in gate or "bias" in up:
         return Declined(path, "gate and up have biases")
+    if linear_op(gate) != linear_op(up) or linear_op(gate).dtype != linear_op(down).dtype:
+        return Declined(path, "gate and up are kept in different formats")
     survey.take((gate, up, down))
     ops = {"swiglu": dataclasses.replace(linear_op(gate), epilogue="swiglu"), "down": linear_op(down)}
     parts = dict(zip(("gate", "up", "down"), layout, strict=True))
-    return Site(path, module, "swiglu_mlp", "dense_mlp", ops, parts)
+    features = {name: _feature(op, "mlp") for name, op in ops.items()}
+    return Site(path, module, "swiglu_mlp", features["swiglu"], ops, parts, features=features)
+
+
+def _feature(op: LinearKey, what: str) -> str:
+    """Return the plan feature of a layer: that of dense or of quantized weights."""
+    return f"dense_{what}" if op.format.is_dense else f"quantized_{what}"
 
 
 def _has_more(children: Iterable[tuple[str, nn.Module]], linears: Mapping[str, nn.Module]) -> bool:
@@ -105,7 +78,7 @@ def _has_more(children: Iterable[tuple[str, nn.Module]], linears: Mapping[str, n
 
 def _may_be_gated(linears: Collection[nn.Module]) -> bool:
     """Return whether the plain ones among three linears may be gate, up and down projections."""
-    shapes = [child["weight"].shape for child in linears if linear_fault(child) is None]
+    shapes = [shape_of(child) for child in linears if linear_fault(child) is None]
     return len(linears) == 3 and all(a in (b, b[::-1]) for a in shapes for b in shapes)
 
 
@@ -118,20 +91,21 @@ def linear(path: str, module: nn.Module, survey: Survey) -> Site | Declined | No
         return Declined(path, reason)
     op = linear_op(module)
     limit = VOCABULARY_ROWS if op.outputs in survey.table_rows else 0
-    return Site(path, module, "linear", "dense_projections", {"linear": op}, most_rows=limit)
+    return Site(path, module, "linear", _feature(op, "projections"), {"linear": op}, most_rows=limit)
 
 
 def vocabulary(path: str, module: nn.Module, survey: Survey) -> Site | Declined | None:
     """Find the embedding that projects to the vocabulary as well: the largest, if no linear has its rows."""
-    if not isinstance(module, nn.Embedding) or "weight" not in module:
+    if not is_embedding(module) or "weight" not in module:
         return None
     rows = module["weight"].shape[0]
     if rows < max(survey.table_rows) or rows in survey.output_rows:
         return None
-    if reason := _fault(module, nn.Embedding, "a plain embedding"):
+    if reason := layer_fault(module, EMBEDDINGS, "a plain embedding"):
         return Declined(path, reason)
-    ops = {"linear": linear_op(module)}
-    return Site(path, module, "vocabulary", "dense_projections", ops, most_rows=VOCABULARY_ROWS)
+    op = linear_op(module)
+    feature = _feature(op, "projections")
+    return Site(path, module, "vocabulary", feature, {"linear": op}, most_rows=VOCABULARY_ROWS)
 
 
 def rms_norm(path: str, module: nn.Module, survey: Survey) -> Site | Declined | None:
@@ -139,8 +113,8 @@ def rms_norm(path: str, module: nn.Module, survey: Survey) -> Site | Declined | 
     weight = module.get("weight")
     if plain_class(module) is not nn.RMSNorm:
         norm = isinstance(weight, mx.array) and weight.ndim == 1 and not children_of(module)
-        return Declined(path, f"{_named(module)} is not mlx.nn.RMSNorm") if norm else None
-    if reason := _fault(module, nn.RMSNorm, "mlx.nn.RMSNorm"):
+        return Declined(path, f"{class_name(module)} is not mlx.nn.RMSNorm") if norm else None
+    if reason := layer_fault(module, (nn.RMSNorm,), "mlx.nn.RMSNorm"):
         return Declined(path, reason)
     assert isinstance(weight, mx.array)
     key = NormKey(False, 1, weight.size, float(module.eps), dtype_name(weight.dtype) or "")
@@ -154,7 +128,7 @@ def _heads(width: int, parent: nn.Module | None) -> tuple[int, ...]:
     A norm beside linear layers that give rows of several times its width is one of attention heads.
     """
     siblings = children_of(parent) if parent is not None else []
-    shapes = [child["weight"].shape for _, child in siblings if linear_fault(child) is None]
+    shapes = [shape_of(child) for _, child in siblings if linear_fault(child) is None]
     widths = {side for shape in shapes for side in shape}
     if width in widths:
         return (1,)
@@ -175,7 +149,7 @@ def attention(path: str, module: nn.Module, survey: Survey) -> Site | Declined |
     layout, turned = survey.verdicts[kind]
     if layout is None:
         return Declined(path, "attention of a form that is not known")
-    dtype = dtype_name(linears[0][1]["weight"].dtype) or ""
+    dtype = linear_op(linears[0][1]).dtype
     shape = layout.heads, layout.key_value_heads, layout.dimension, dtype
     ops: dict[str, OpKey] = {"attention": AttentionKey(1, 0, *shape)}
     if turned:
@@ -183,7 +157,7 @@ def attention(path: str, module: nn.Module, survey: Survey) -> Site | Declined |
     features = {}
     projections = _projections([module[name] for name in (layout.q, layout.k, layout.v)])
     if projections is not None:
-        ops["projections"], features["projections"] = projections, "dense_projections"
+        ops["projections"], features["projections"] = projections, _feature(projections.widest, "projections")
     parts, fixed = {"q": layout.q}, _numbers(module)
     return Site(path, module, "attention", "attention", ops, parts, layout, fixed=fixed, features=features)
 
@@ -191,9 +165,9 @@ def attention(path: str, module: nn.Module, survey: Survey) -> Site | Declined |
 def _projections(linears: Sequence[nn.Module]) -> ProjectionsKey | None:
     """Return the key at one row of three plain linears of the same input, or None where no kernel takes them all."""
     q, k, v = map(linear_op, linears)
-    if len({(op.epilogue, op.inputs, op.dtype) for op in (q, k, v)}) > 1:
+    if len({(op.epilogue, op.inputs, op.dtype, op.weights) for op in (q, k, v)}) > 1:
         return None
-    return ProjectionsKey(1, (q.outputs, k.outputs, v.outputs), q.inputs, q.epilogue == "bias", q.dtype)
+    return ProjectionsKey(1, (q.outputs, k.outputs, v.outputs), q.inputs, q.epilogue == "bias", q.dtype, q.weights)
 
 
 def _turns(module: Any, layout: AttentionLayout) -> bool:
@@ -209,7 +183,7 @@ def decoder_layer(path: str, module: nn.Module, survey: Survey) -> Site | Declin
     blocks = [(name, child) for name, child in children if plain_class(child) is not nn.RMSNorm]
     if len(norms) != 2 or len(blocks) != 2 or arrays_of(module) or "." in "".join(name for name, _ in blocks):
         return None
-    if any(_fault(child, nn.RMSNorm, "mlx.nn.RMSNorm") for _, child in norms):
+    if any(layer_fault(child, (nn.RMSNorm,), "mlx.nn.RMSNorm") for _, child in norms):
         return None
     weight = norms[0][1]["weight"]
     kind = _kind("layer", module, children)
@@ -248,7 +222,7 @@ def _kind(what: str, module: nn.Module, children: Iterable[tuple[str, nn.Module]
     own |= {name: value for name, value in module.items() if not isinstance(value, nn.Module | mx.array)}
     attributes = tuple(sorted((name, repr(value)) for name, value in own.items()))
     inner = tuple(
-        (name, plain_class(part), repr(part), tuple(a.shape for a in arrays_of(part).values()))
+        (name, plain_class(part), repr(part), tuple((a.shape, str(a.dtype)) for a in arrays_of(part).values()))
         for root, child in children
         for name, part in [(root, child), *children_of(child)]
     )

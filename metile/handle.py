@@ -116,7 +116,7 @@ class Handle:
 
     def weights(self) -> list[mx.array]:
         """Return the weight matrices that kernels read, each once."""
-        held = (part.weight() for state in self._states for part in state.read)
+        held = (array for state in self._states for part in state.read for array in part.held())
         return list({id(weight): weight for weight in held if weight is not None and weight.ndim > 1}.values())
 
     def engaged(self) -> dict[str, int]:

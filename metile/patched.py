@@ -16,9 +16,10 @@ import mlx.nn as nn
 
 from metile.dispatch import Plan
 from metile.instances import STATE, patched_class, plain_class, swap
+from metile.linears import MATRIX, dtype_of, matrix_of, shape_of
 from metile.ops.base import OpKey, buckets_apart, operation
 from metile.rotary import rope_table
-from metile.sites import Declined, Site, key_at
+from metile.sites import Declined, Site, feature_at, key_at
 from metile.targets.base import EAGER_TARGETS, Kernel, Output, Target
 from metile.tracing import is_traced
 
@@ -123,6 +124,9 @@ class Runtime:
 
     def entry(self, feature: str, op: OpKey, rows: int, tokens: int = 0) -> Entry | str:
         """Return the kernel of `op` for `rows` rows, compiled, or why plain MLX runs it."""
+        feature = feature_at(feature, rows)
+        if feature not in self.plan.features:
+            return f"the plan has {feature} off"
         picked = pick(self.plan, op, rows, tokens)
         if isinstance(picked, str):
             return picked
@@ -162,11 +166,12 @@ class Part:
     Weights are told by identity, and held weakly: a layer quantized or fused meanwhile frees its old ones.
     """
 
-    __slots__ = ("bias", "cls", "fields", "name", "weight")
+    __slots__ = ("bias", "cls", "fields", "name", "others", "weight")
 
     def __init__(self, name: str, holder: nn.Module) -> None:
         self.name, self.cls, self.fields = name, plain_class(holder), len(holder)
-        self.weight = weakref.ref(holder["weight"])
+        self.weight, *others = map(weakref.ref, matrix_of(holder))
+        self.others = tuple(zip(MATRIX[1:], others, strict=False))  # scales and biases of a quantized matrix
         self.bias = weakref.ref(holder["bias"]) if "bias" in holder else None
 
     def unchanged(self, holder: nn.Module) -> bool:
@@ -176,9 +181,19 @@ class Part:
             weight is not None
             and weight is self.weight()
             and (self.bias is None or holder.get("bias") is self.bias())
+            and (not self.others or all(holder.get(name) is array() for name, array in self.others))
             and len(holder) == self.fields
             and (type(holder) is self.cls or plain_class(holder) is self.cls)
         )
+
+    def matrix(self, holder: nn.Module) -> tuple[mx.array, ...]:
+        """Return the arrays of the matrix, as kernels take them."""
+        return (holder["weight"], *(holder[name] for name, _ in self.others))
+
+    def held(self) -> list[mx.array]:
+        """Return the arrays of the matrix that still exist."""
+        references = (self.weight, *(array for _, array in self.others))
+        return [array for reference in references if (array := reference()) is not None]
 
 
 class State:
@@ -224,8 +239,11 @@ class State:
         self.ops, self.fixed = tuple(site.ops.values()), tuple(site.fixed.items())
         holders = [(name, site.module[name]) for name in site.parts.values()] or [("", site.module)]
         self.parts = self.read = tuple(Part(name, holder) for name, holder in holders)
-        first = holders[0][1]["weight"]
-        self.dtype, self.width = first.dtype, first.shape[-1]
+        first = holders[0][1]
+        self.dtype, self.width = (
+            dtype_of(first),
+            shape_of(first)[1] if first["weight"].ndim > 1 else first["weight"].size,
+        )
         # The logits of a prompt are never read; computing them at once is work that plain MLX leaves undone.
         self.one_position = bool(site.most_rows) and runtime.target.name in EAGER_TARGETS
         self.entries: dict[int, tuple[Entry | str, ...] | str] = {}
@@ -325,8 +343,9 @@ class WeightedState(State):
 
     def run(self, module: Any, x: mx.array, entries: tuple[Any, ...]) -> mx.array:
         """See `State.run`."""
-        inputs = (x, module["weight"], module["bias"]) if self.parts[0].bias else (x, module["weight"])
-        return entries[0].run(inputs)  # type: ignore[no-any-return]
+        part = self.parts[0]
+        bias = (module["bias"],) if part.bias else ()
+        return entries[0].run((x, *part.matrix(module), *bias))  # type: ignore[no-any-return]
 
 
 class VocabularyState(WeightedState):
@@ -343,10 +362,11 @@ class MlpState(State):
 
     def hidden(self, module: Any, x: mx.array, entry: Entry | str) -> mx.array:
         """Return silu(gate(x)) * up(x)."""
-        gate, up = module[self.parts[0].name], module[self.parts[1].name]
+        first, second, _ = self.parts
+        gate, up = module[first.name], module[second.name]
         if isinstance(entry, str):
             return nn.silu(gate(x)) * up(x)  # type: ignore[no-any-return]
-        return entry.run((x, gate["weight"], up["weight"]))
+        return entry.run((x, *first.matrix(gate), *second.matrix(up)))
 
     def run(self, module: Any, x: mx.array, entries: tuple[Any, ...]) -> mx.array:
         """See `State.run`."""
@@ -355,4 +375,4 @@ class MlpState(State):
         if isinstance(entries[1], str):
             return down(hidden)  # type: ignore[no-any-return]
         bias = (down["bias"],) if self.parts[2].bias else ()
-        return entries[1].run((hidden, down["weight"], *bias))  # type: ignore[no-any-return]
+        return entries[1].run((hidden, *self.parts[2].matrix(down), *bias))  # type: ignore[no-any-return]

@@ -283,7 +283,7 @@ class LayerState(DecoderState):
             return h + state.plain(mlp, normed)  # type: ignore[no-any-return]
         down = mlp[state.parts[2].name]
         try:
-            return entry.run((hidden, down["weight"], h))
+            return entry.run((hidden, *state.parts[2].matrix(down), h))
         except Exception as error:
             self.fail(module, error)
         return h + down(hidden)  # type: ignore[no-any-return]

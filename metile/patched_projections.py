@@ -50,7 +50,7 @@ class Projections:
             linear = module[part.name]
             if not part.unchanged(linear) or not _runs(linear):
                 return None
-            inputs.append(linear["weight"])
+            inputs += part.matrix(linear)
             if self.bias:
                 biases.append(linear["bias"])
         if is_traced(x):

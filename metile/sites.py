@@ -12,8 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from metile.linears import LINEARS, is_embedding
 from metile.ops.attention import AttentionKey, token_bucket
 from metile.ops.base import OpKey, row_bucket
+from metile.ops.linear import FEW_ROWS
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,11 @@ class Site:
     def under(self, features: Collection[str]) -> Site | None:
         """Return the site with the kernels of these features alone, or None where it has none."""
         own = {name: self.features.get(name, self.feature) for name in self.ops}
-        on = {name: feature for name, feature in own.items() if feature in features}
+        on = {
+            name: feature
+            for name, feature in own.items()
+            if not {feature, prefill_feature(feature)}.isdisjoint(features)
+        }
         if len(on) == len(own):
             return self
         if not on:
@@ -71,7 +77,7 @@ class Site:
         """
         counts = [count for count in rows if not self.most_rows or count <= self.most_rows]
         met = (
-            (self.features.get(name, self.feature), key_at(op, count * factor, context))
+            (feature_at(self.features.get(name, self.feature), count * factor), key_at(op, count * factor, context))
             for count in counts
             for factor in self.rows_per_row
             for name, op in self.ops.items()
@@ -119,19 +125,27 @@ class Survey:
     @cached_property
     def table_rows(self) -> frozenset[int]:
         """The number of rows of each embedding in the model."""
-        return frozenset(
-            m["weight"].shape[0] for m in self.root.modules() if isinstance(m, nn.Embedding) and "weight" in m
-        )
+        return frozenset(m["weight"].shape[0] for m in self.root.modules() if is_embedding(m) and "weight" in m)
 
     @cached_property
     def output_rows(self) -> frozenset[int]:
         """The number of outputs of each layer that multiplies by a matrix and is no embedding."""
-        layers = (m for m in self.root.modules() if is_weighted(m) and not isinstance(m, nn.Embedding))
+        layers = (m for m in self.root.modules() if is_weighted(m) and not is_embedding(m))
         return frozenset(m["weight"].shape[-2] for m in layers if "weight" in m)
 
     def take(self, modules: Iterable[nn.Module]) -> None:
         """Leave `modules` and everything below them out of the rest of the walk."""
         self.taken.update(id(module) for module in modules)
+
+
+def prefill_feature(feature: str) -> str:
+    """Return the feature of the same layers at more rows than a decode step has."""
+    return "affine_prefill" if feature == "quantized_mlp" else feature
+
+
+def feature_at(feature: str, rows: int) -> str:
+    """Return the feature that `feature` is at a number of rows: schema v8 has two for quantized MLPs."""
+    return prefill_feature(feature) if rows > FEW_ROWS else feature
 
 
 def key_at(op: OpKey, rows: int, tokens: int = 0) -> OpKey | None:
@@ -159,7 +173,7 @@ def arrays_of(module: nn.Module) -> dict[str, mx.array]:
 
 def is_weighted(module: nn.Module) -> bool:
     """Return whether a module multiplies by a matrix of its own, like a linear layer or an embedding."""
-    if isinstance(module, nn.Linear | nn.Embedding):
+    if isinstance(module, LINEARS) or is_embedding(module):
         return True
     weight = module.get("weight")
     return isinstance(weight, mx.array) and weight.ndim >= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,9 +11,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from metile.instances import STATE, plain_class
+from metile.linears import MATRIX, dtype_of, format_of, shape_of
 
 Layout = tuple[str, str, str]  # the names of gate, up and down
-Part = Mapping[str, mx.array]  # a linear layer: its weight, and its bias where it has one
 
 NOT_SWIGLU = "gated but not SwiGLU"
 
@@ -56,10 +57,10 @@ def is_fused_swiglu(module: nn.Module, linears: Mapping[str, nn.Module], verdict
 
 
 def _is_fused(module: nn.Module, wide: nn.Module, down: nn.Module) -> bool:
-    fused, hidden = wide["weight"], down["weight"].shape[1]
-    if "bias" in wide or fused.shape != (2 * hidden, down["weight"].shape[0]):
+    outputs, hidden = shape_of(down)
+    if "bias" in wide or shape_of(wide) != (2 * hidden, outputs):
         return False
-    gate, up = {"weight": fused[:hidden]}, {"weight": fused[hidden:]}
+    gate, up = (_half(wide, slice(*bounds)) for bounds in ((0, hidden), (hidden, 2 * hidden)))
     x = _rows(gate, up)
     try:
         return x is not None and _agree(plain_class(module).__call__(module, x), _swiglu(x, gate, up, down))
@@ -67,10 +68,19 @@ def _is_fused(module: nn.Module, wide: nn.Module, down: nn.Module) -> bool:
         return False
 
 
+def _half(wide: nn.Module, rows: slice) -> nn.Module:
+    """Return a linear of some of the rows of another."""
+    half: nn.Module = copy.copy(wide)
+    for name in MATRIX:
+        if half.get(name) is not None:
+            half[name] = half[name][rows]
+    return half
+
+
 def _layouts(linears: Mapping[str, nn.Module]) -> Iterator[Layout]:
     """Yield the orders that the shapes allow, the one that the names suggest first."""
     for gate, up, down in sorted(itertools.permutations(linears, 3), key=_strangeness):
-        shapes = [linears[name]["weight"].shape for name in (gate, up, down)]
+        shapes = [shape_of(linears[name]) for name in (gate, up, down)]
         if shapes[0] == shapes[1] == shapes[2][::-1]:
             yield gate, up, down
 
@@ -84,7 +94,8 @@ def _kind(module: nn.Module, linears: Mapping[str, nn.Module]) -> Any:
     own = {name: value for name, value in vars(module).items() if name not in (STATE, "_no_grad")}
     attributes = tuple(sorted((name, repr(value)) for name, value in own.items()))
     held = tuple(sorted((name, type(value).__name__, repr(value)) for name, value in module.items()))
-    dtypes = tuple((linears[name]["weight"].dtype, "bias" in linears[name]) for name in sorted(linears))
+    ordered = [linears[name] for name in sorted(linears)]
+    dtypes = tuple((dtype_of(part), "bias" in part, format_of(part)) for part in ordered)
     return plain_class(module), attributes, held, repr(dtypes)
 
 
@@ -104,10 +115,9 @@ def _check(module: nn.Module, linears: Mapping[str, nn.Module], layouts: list[La
     return None, NOT_SWIGLU
 
 
-def _rows(gate: Part, up: Part) -> mx.array | None:
+def _rows(gate: nn.Module, up: nn.Module) -> mx.array | None:
     """Return a row with gates about 1.5, where activations differ, and one up to 12, where limits act."""
-    weight = gate["weight"]
-    x = mx.random.normal((2, weight.shape[1]), key=mx.random.key(0)).astype(weight.dtype)
+    x = mx.random.normal((2, shape_of(gate)[1]), key=mx.random.key(0)).astype(dtype_of(gate))
     gates, ups = (_linear(x, part).astype(mx.float32) for part in (gate, up))
     spread = float(mx.sqrt(mx.mean(gates[0] * gates[0])).tolist())  # type: ignore[arg-type]
     peak = float(mx.maximum(mx.abs(gates[1]).max(), mx.abs(ups[1]).max()).tolist())  # type: ignore[arg-type]
@@ -116,12 +126,11 @@ def _rows(gate: Part, up: Part) -> mx.array | None:
     return x * mx.array([[1.5 / spread], [12 / peak]]).astype(x.dtype)
 
 
-def _linear(x: mx.array, part: Part) -> mx.array:
-    y = x @ part["weight"].T
-    return y + part["bias"] if "bias" in part else y
+def _linear(x: mx.array, part: nn.Module) -> mx.array:
+    return plain_class(part).__call__(part, x)  # type: ignore[no-any-return]
 
 
-def _swiglu(x: mx.array, gate: Part, up: Part, down: Part) -> mx.array:
+def _swiglu(x: mx.array, gate: nn.Module, up: nn.Module, down: nn.Module) -> mx.array:
     return _linear(nn.silu(_linear(x, gate)) * _linear(x, up), down)
 
 

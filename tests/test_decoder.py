@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.tuner.lora import LoRALinear
 from tiny_models import tiny
 
 import metile.finders
@@ -187,7 +188,9 @@ def test_linears_in_a_list_are_left_alone() -> None:
 
 def test_attention_with_other_linears_is_not_looked_at() -> None:
     model = tiny()
-    nn.quantize(model.model.layers[0].self_attn, group_size=32)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    first.q_proj = LoRALinear.from_base(first.q_proj, r=2)
+    nn.quantize(second, group_size=32)  # which is plain enough
     found = find(model)
     assert "model.layers.0.self_attn" not in {site.path for site in found.sites} | reasons(found).keys()
     assert site_at(found, "model.layers.1.self_attn").kind == "attention"

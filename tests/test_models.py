@@ -197,16 +197,18 @@ def test_a_block_with_more_in_it_is_left_alone() -> None:
 # ---- what is not a plain layer ----
 
 
-def test_adapters_and_quantized_layers_are_declined_by_name() -> None:
+def test_adapters_are_declined_by_name_over_quantized_layers_too() -> None:
     model = tiny()
-    linear_to_lora_layers(model, 1, {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": ["mlp.gate_proj"]})
     nn.quantize(model.model.layers[0].self_attn, group_size=32)
+    keys = ["mlp.gate_proj", "self_attn.q_proj"]
+    linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": keys})
     found = find(model)
     why = reasons(found)
     assert why["model.layers.1.mlp"] == "gate_proj: LoRALinear is not a plain linear"
     assert why["model.layers.1.mlp.gate_proj"] == "LoRALinear is not a plain linear"
-    assert why["model.layers.0.self_attn.q_proj"] == "QuantizedLinear is not a plain linear"
+    assert why["model.layers.0.self_attn.q_proj"] == "LoRALinear is not a plain linear"
     paths = {site.path for site in found.sites}
+    assert "model.layers.0.self_attn.k_proj" in paths
     assert "model.layers.1.mlp.up_proj" in paths  # the others of its block are projections
     assert not any(path.startswith("model.layers.1.mlp.gate_proj") for path in paths)
 

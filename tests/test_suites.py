@@ -50,7 +50,7 @@ revision = "main"
 
 
 def test_names() -> None:
-    assert suite_names() == ("bf16-dense", "bf16-models", "demo")
+    assert suite_names() == ("4bit", "bf16-dense", "bf16-models", "demo")
     assert [load_suite(name).name for name in suite_names()] == list(suite_names())
 
 
@@ -62,6 +62,9 @@ def test_bf16_dense_is_the_workload_of_the_reports() -> None:
 
 
 def test_bf16_models_share_that_workload() -> None:
+    four = load_suite("4bit")
+    assert four.workload == load_suite("bf16-dense").workload
+    assert all(model.id.endswith("-4bit") and model.kind == "hub" for model in four.models)
     suite = load_suite("bf16-models")
     assert suite.workload == SEED
     assert len(suite.models) == 7
@@ -176,7 +179,9 @@ def test_a_suite_file_of_ones_own(tmp_path: Path) -> None:
 def test_unknown_suite_lists_what_exists(name: str) -> None:
     with pytest.raises(MetileError) as caught:
         load_suite(name)
-    assert str(caught.value) == f"[suite] expected one of the suites bf16-dense, bf16-models, demo but got {name!r}"
+    assert (
+        str(caught.value) == f"[suite] expected one of the suites 4bit, bf16-dense, bf16-models, demo but got {name!r}"
+    )
 
 
 def test_no_suites_at_all(tmp_path: Path) -> None:
