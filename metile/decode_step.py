@@ -172,7 +172,8 @@ def is_step(module: Any, inputs: Any, cache: Any) -> bool:
     for layer in cache:
         if type(layer) is not KVCache or layer.keys is None or layer.offset != offset:
             return False
-    return cache[0].keys.shape[0] == inputs.shape[0] and not is_traced(inputs)
+    halves = [array for layer in cache for array in (layer.keys, layer.values)]
+    return cache[0].keys.shape[0] == inputs.shape[0] and not is_traced(inputs, *halves)
 
 
 def launched_since(runtime: Runtime, before: dict[int, int]) -> list[tuple[Entry, int]]:

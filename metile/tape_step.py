@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -196,7 +197,10 @@ class TapeState(State):
             logits = self._recorded(module, shape, inputs, cache)
         else:
             logits = self.plain(module, inputs, cache=cache)
-        if not shape.refused and all(layer.offset == offset + 1 for layer in cache):
+        dtype = cache[0].keys.dtype
+        if not shape.refused and all(
+            layer.offset == offset + 1 and layer.keys.dtype == layer.values.dtype == dtype for layer in cache
+        ):
             self.owners.adopt(cache)
         return logits
 
@@ -232,7 +236,7 @@ class TapeState(State):
             build(first, record, cache),
             _embedding(module, inputs, record.embedded),
             [],
-            min((table.shape[0] for table in tables), default=record.tokens + 1),
+            min((table.shape[0] for table in tables), default=sys.maxsize),
         )
         if not _gives_the_same(tape, inputs, cache, logits):
             raise OpenStepError("the tape gives other logits, keys or values")

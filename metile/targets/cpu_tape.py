@@ -177,7 +177,8 @@ class CpuTape:
             output,
         )
         constants = externals[inputs : len(externals) - caches]
-        self._objects = (ctypes.py_object * len(externals))(*[None] * inputs, *constants, *[None] * caches)
+        objects: Any = ctypes.py_object * len(externals)
+        self._objects: Any = objects(*[None] * inputs, *constants, *[None] * caches)
         self._inputs, self._first_cache = inputs, len(externals) - caches
         self.changed = False
         self._run = host().metile_tape_run
