@@ -79,13 +79,15 @@ _recording = _Recording()
 
 @contextmanager
 def recorded() -> Iterator[list[Launched]]:
-    """Note the launches that this thread runs within a ``with`` block."""
+    """Note the launches that this thread runs within a ``with`` block; one around it notes them when this one ends."""
     before, launches = _recording.launches, list[Launched]()
     _recording.launches = launches
     try:
         yield launches
     finally:
         _recording.launches = before
+        if before is not None:
+            before += launches
 
 
 def _gone() -> None:
