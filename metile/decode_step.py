@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from metile.constants import Constants
 from metile.instances import STATE, patched_class, plain_class
 from metile.ops.attention import token_bucket
 from metile.ops.counters import COUNTERS
@@ -29,8 +30,6 @@ from metile.tracing import is_traced, own_trace
 
 _TOLERANCE = 0.05  # of the norm of the logits: attention may be cut into other parts
 _MOST_STEPS = 16  # shapes whose steps are kept
-
-Held = list[tuple[Any, Any, Any]]  # a container, a name or place in it, what was there
 
 
 class Step:
@@ -57,31 +56,29 @@ class Step:
 class StepState(State):
     """A model whose decode steps are repeated."""
 
-    __slots__ = ("attentions", "blocks", "held", "met", "steps", "types")
+    __slots__ = ("attentions", "blocks", "constants", "met", "steps")
     runs_kernels = False
 
     def __init__(self, model: nn.Module, attentions: Sequence[AttentionState], runtime: Runtime) -> None:
         plain = plain_class(model)
         self.path, self.feature, self.runtime = "", "attention", runtime
         self.module = weakref.ref(model)
-        self.cls = patched_class(plain, "decode_step", {"__call__": _call})
+        self.cls = patched_class(plain, "decode_step", {"__call__": call_patched})
         self.plain = plain.__call__
         self.ops, self.fixed, self.parts, self.read = (), (), (), ()
         self.entries, self.failed, self.one_position = {}, False, False
         self.attentions, self.blocks = len(attentions), max(state.op.query_heads for state in attentions)
         self.steps: dict[Any, Step] = {}
         self.met: set[Any] = set()
-        self.held: Held = []
-        self.types: list[tuple[nn.Module, type]] = []
+        self.constants: Constants | None = None
 
     def call(self, module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run the model: a traced step where the call is one, the model itself otherwise."""
-        inputs: Any = arguments[0] if arguments else None
-        cache: Any = named.get("cache", (*arguments, None, None)[1])
-        if len(arguments) + len(named) != 2 or not named.keys() <= {"cache"} or not self._fits(module, inputs, cache):
+        inputs, cache = step_arguments(arguments, named)
+        if inputs is None or not self._fits(module, inputs, cache):
             return self.plain(module, *arguments, **named)
         place = inputs.shape, inputs.dtype, cache[0].keys.shape, token_bucket(cache[0].offset + 1)
-        if self.steps and not self._unchanged():
+        if self.steps and not self._unchanged(module):
             self.steps.clear()
             self.met.clear()
         step = self.steps.get(place)
@@ -93,24 +90,13 @@ class StepState(State):
         return self._build(module, place, inputs, cache)
 
     def _fits(self, module: Any, inputs: Any, cache: Any) -> bool:
-        """Return whether a call is a decode step over plain caches of one length, with room for one token more."""
-        if not isinstance(inputs, mx.array) or inputs.ndim != 2 or inputs.shape[1] != 1 or not isinstance(cache, list):
+        """Return whether a call is a decode step over plain caches with room for one token more."""
+        if not isinstance(cache, list) or len(cache) != self.attentions or not is_step(module, inputs, cache):
             return False
-        if len(cache) != self.attentions or vars(module).get("_training", False):
-            return False
-        first = cache[0]
-        for layer in cache:
-            if type(layer) is not KVCache or layer.keys is None or layer.offset != first.offset:
-                return False
-        shape = first.keys.shape
-        return first.offset < shape[2] and shape[0] == inputs.shape[0] and not is_traced(inputs)
+        return bool(cache[0].offset < cache[0].keys.shape[2])
 
-    def _unchanged(self) -> bool:
-        try:
-            same = all(container[name] is value for container, name, value in self.held)
-        except (KeyError, IndexError):
-            return False
-        return same and all(type(module) is kind for module, kind in self.types)
+    def _unchanged(self, module: nn.Module) -> bool:
+        return self.constants is not None and self.constants.unchanged(module)
 
     def _run(self, step: Step, inputs: mx.array, cache: list[KVCache]) -> mx.array:
         logits, updated = step(inputs, cache, self.blocks * inputs.shape[0])
@@ -130,11 +116,7 @@ class StepState(State):
         reason = ""
         try:
             logits, _ = step(inputs, cache, self.blocks * inputs.shape[0])
-            step.launched = [
-                (entry, entry.engaged - before.get(id(entry), 0))
-                for entry in self.runtime.all_entries()
-                if entry.engaged > before.get(id(entry), 0)
-            ]
+            step.launched = launched_since(self.runtime, before)
             mx.eval(logits)
         except Exception as error:
             logits, reason = None, f"its decode step cannot be traced: {(str(error).splitlines() or [''])[0]}"
@@ -146,7 +128,7 @@ class StepState(State):
             self.runtime.failed.append(Declined(self.path, reason))
             object.__setattr__(module, "__class__", plain_class(module))
             return plain
-        self.held, self.types = constants_of(module)
+        self.constants = Constants(module)
         self.steps[place] = step
         return plain
 
@@ -168,24 +150,38 @@ class StepState(State):
         return run
 
 
-def _call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+def call_patched(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+    """Call the state of a patched model."""
     return vars(self)[STATE].call(self, arguments, named)
+
+
+def step_arguments(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the tokens and the cache of a model's call, where it has these only; the tokens as None otherwise."""
+    cache: Any = named.get("cache", (*arguments, None, None)[1])
+    alone = len(arguments) + len(named) == 2 and named.keys() <= {"cache"}
+    return arguments[0] if alone else None, cache
+
+
+def is_step(module: Any, inputs: Any, cache: Any) -> bool:
+    """Return whether a call is a decode step over plain caches of one length, with nothing traced."""
+    if not isinstance(inputs, mx.array) or inputs.ndim != 2 or inputs.shape[1] != 1 or not isinstance(cache, list):
+        return False
+    if not cache or vars(module).get("_training", False):
+        return False
+    offset = getattr(cache[0], "offset", 0)
+    for layer in cache:
+        if type(layer) is not KVCache or layer.keys is None or layer.offset != offset:
+            return False
+    halves = [array for layer in cache for array in (layer.keys, layer.values)]
+    return cache[0].keys.shape[0] == inputs.shape[0] and not is_traced(inputs, *halves)
+
+
+def launched_since(runtime: Runtime, before: dict[int, int]) -> list[tuple[Entry, int]]:
+    """Return which kernels were launched, and how often, since their counts were what `before` says by their ids."""
+    counts = ((entry, entry.engaged - before.get(id(entry), 0)) for entry in runtime.all_entries())
+    return [(entry, count) for entry, count in counts if count > 0]
 
 
 def _alike(a: mx.array, b: mx.array) -> bool:
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     return bool((mx.linalg.norm(a - b) <= _TOLERANCE * mx.linalg.norm(b)).item())
-
-
-def constants_of(model: nn.Module) -> tuple[Held, list[tuple[nn.Module, type]]]:
-    """Return what a trace of a model takes for constant: what its modules hold, and their classes."""
-    held: Held = []
-    modules: list[nn.Module] = model.modules()
-    for module in modules:
-        for name, value in module.items():
-            held.append((module, name, value))
-            if isinstance(value, list):
-                held += [(value, place, item) for place, item in enumerate(value)]
-        fields = vars(module)
-        held += [(fields, name, value) for name, value in fields.items()]
-    return held, [(module, type(module)) for module in modules]

@@ -21,7 +21,9 @@ from metile.ops.base import OpKey, operation
 from metile.patched import Runtime, State
 from metile.patched_decoder import AttentionState
 from metile.sites import Declined, Found, Site
+from metile.tape_step import TapeState
 from metile.targets.base import EAGER_TARGETS, Target
+from metile.targets.cpu import CpuTarget
 
 
 def apply(model: nn.Module, plan: Plan, target: Target, *, found: Found | None = None) -> Handle:
@@ -78,8 +80,11 @@ def _patch(model: nn.Module, plan: Plan, target: Target, found: Found) -> Handle
         else:
             declined.append(Declined(site.path, reason))
     attentions = [state for state in states if isinstance(state, AttentionState) and state.op is not None]
-    if attentions and target.name not in EAGER_TARGETS and all(state.module() is not model for state in states):
-        states.append(StepState(model, attentions, runtime))
+    if attentions and all(state.module() is not model for state in states):
+        if isinstance(target, CpuTarget):
+            states.append(TapeState(model, runtime))
+        elif target.name not in EAGER_TARGETS:
+            states.append(StepState(model, attentions, runtime))
     return Handle(plan, states=states, runtime=runtime, declined=declined, reason=_nothing(plan, found))
 
 

@@ -19,7 +19,7 @@ from metile.patched import TRACED, Entry, MlpState, Runtime, State
 from metile.patched_projections import Projections
 from metile.rotary import rope_kind
 from metile.sites import Site
-from metile.step_cache import StepCache, UntraceableError
+from metile.step_cache import RecordedCache, StepCache, UntraceableError
 from metile.targets.base import EAGER_TARGETS, Kernel
 from metile.tracing import is_traced
 
@@ -28,7 +28,7 @@ _NAMED = (frozenset[str](), frozenset(("mask", "cache")), frozenset(("cache",)),
 
 
 # Caches whose offset is one number for all sequences, and which keep k and v as they are given.
-_CACHES = (type(None), KVCache, RotatingKVCache)
+_CACHES = (type(None), KVCache, RotatingKVCache, RecordedCache)
 
 
 def _holds(cache: Any, shape: tuple[int, ...]) -> bool:

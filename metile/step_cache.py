@@ -1,10 +1,14 @@
-"""What a model takes for its KV cache while a decode step is traced: see `metile.decode_step`."""
+"""What a model takes for its KV cache while a decode step is traced or recorded.
+
+See `metile.decode_step` for the one and `metile.tape` for the other.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from metile.errors import MetileError
 
@@ -53,3 +57,37 @@ class StepCache:
         """
         if N != 1 or return_array or window_size is not None:
             raise UntraceableError("a mask depends on the number of tokens")
+
+
+class RecordedCache(KVCache):  # type: ignore[misc]
+    """The cache of one layer, which notes what the layer puts in and what it sees.
+
+    Attributes:
+        updates: how often the layer has put something in.
+        given: the keys and the values that it put in last.
+        seen: the keys and the values that it was given to see.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates = 0
+        self.given: tuple[mx.array, ...] = ()
+        self.seen: tuple[mx.array, ...] = ()
+
+    @classmethod
+    def of(cls, cache: KVCache) -> Self:
+        """Return one that holds what `cache` holds; `give_back` brings it there again."""
+        mine = cls()
+        mine.keys, mine.values, mine.offset = cache.keys, cache.values, cache.offset
+        return mine
+
+    def give_back(self, cache: KVCache) -> None:
+        """Let `cache` hold what this one holds."""
+        cache.keys, cache.values, cache.offset = self.keys, self.values, self.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """See `KVCache.update_and_fetch`."""
+        self.updates += 1
+        self.given = keys, values
+        self.seen = super().update_and_fetch(keys, values)
+        return self.seen  # type: ignore[return-value]

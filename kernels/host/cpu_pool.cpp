@@ -173,15 +173,24 @@ void call_workers() {
   pthread_mutex_unlock(&pool.sleeping);
 }
 
-void run(const Job& job) {
-  pthread_mutex_lock(&pool.launching);
-  if (!pool.started) start_workers();
+// Run a job; the caller holds `launching`.
+void run_next(const Job& job) {
   pool.job = job;
   __atomic_store_n(&pool.left, static_cast<uint64_t>(job.groups) << 32, __ATOMIC_RELAXED);
   if (job.groups > 1 && pool.threads > 1) call_workers();
   take_groups(job, pool.scratch[0], false);
   __atomic_store_n(&pool.open, 0, __ATOMIC_SEQ_CST);
   while (__atomic_load_n(&pool.active, __ATOMIC_SEQ_CST) != 0) relax();
+}
+
+void begin_launching() {
+  pthread_mutex_lock(&pool.launching);
+  if (!pool.started) start_workers();
+}
+
+void run(const Job& job) {
+  begin_launching();
+  run_next(job);
   pthread_mutex_unlock(&pool.launching);
 }
 
@@ -230,14 +239,37 @@ bool folds_to_matrix(const PyBuffer& view) {
   return true;
 }
 
-}  // namespace
-
-extern "C" {
-
 struct OutputSpec {  // shape and DLPack dtype of one output
   int64_t ndim, shape[kMaxDims];
   int32_t code, bits;
 };
+
+// An output in memory of its own, described in `array`; null when memory ran out.
+Output* new_output(const OutputSpec& spec, Array* array) {
+  int64_t bytes = spec.bits / 8;
+  for (int d = 0; d < spec.ndim; ++d) bytes *= spec.shape[d];
+  Output* output = static_cast<Output*>(calloc(1, sizeof(Output)));
+  void* memory = output ? acquire(bytes) : nullptr;
+  if (memory == nullptr) {
+    free(output);
+    return nullptr;
+  }
+  memcpy(output->shape, spec.shape, sizeof output->shape);
+  output->bytes = bytes;
+  output->tensor = {memory, 1, 0, static_cast<int32_t>(spec.ndim), static_cast<uint8_t>(spec.code),
+                    static_cast<uint8_t>(spec.bits), 1, output->shape, nullptr, 0, nullptr, delete_output};
+  *array = describe(memory, output->shape, spec.ndim, spec.bits / 8);
+  return output;
+}
+
+// Hand an output over as a capsule at a place of a list.
+void give(Output* output, void* capsules, int place) {
+  PyList_SetItem(capsules, place, PyCapsule_New(&output->tensor, "dltensor", delete_capsule));
+}
+
+}  // namespace
+
+extern "C" {
 
 struct Launch {  // everything of one launch but the input objects
   Entry entry;
@@ -310,23 +342,11 @@ int metile_launch(const Launch* launch, void** inputs, void* capsules) {
   }
   Output* outputs[4] = {};
   for (int i = 0; status == 0 && i < launch->output_count; ++i) {
-    const OutputSpec& spec = launch->outputs[i];
-    int64_t bytes = spec.bits / 8;
-    for (int d = 0; d < spec.ndim; ++d) bytes *= spec.shape[d];
-    Output* output = static_cast<Output*>(calloc(1, sizeof(Output)));
-    void* memory = output ? acquire(bytes) : nullptr;
-    if (memory == nullptr) {
-      free(output);
+    outputs[i] = new_output(launch->outputs[i], &arrays[count + i]);
+    if (outputs[i] == nullptr)
       status = -1;
-      break;
-    }
-    memcpy(output->shape, spec.shape, sizeof output->shape);
-    output->bytes = bytes;
-    output->tensor = {memory, 1, 0, static_cast<int32_t>(spec.ndim), static_cast<uint8_t>(spec.code),
-                      static_cast<uint8_t>(spec.bits), 1, output->shape, nullptr, 0, nullptr, delete_output};
-    outputs[i] = output;
-    arrays[count + i] = describe(memory, output->shape, spec.ndim, spec.bits / 8);
-    if (launch->poison) memset(memory, 0xFF, bytes);  // every float type reads NaN
+    else if (launch->poison)
+      memset(arrays[count + i].data, 0xFF, outputs[i]->bytes);  // every float type reads NaN
   }
   if (status == 0) {
     const Job job = {launch->entry, arrays, launch->numbers, static_cast<uint32_t>(launch->groups), launch->scratch_bytes};
@@ -344,7 +364,7 @@ int metile_launch(const Launch* launch, void** inputs, void* capsules) {
   for (int i = 0; i < held; ++i) PyBuffer_Release(&views[i]);
   for (int i = 0; i < launch->output_count && outputs[i]; ++i) {
     if (status == 0)
-      PyList_SetItem(capsules, i, PyCapsule_New(&outputs[i]->tensor, "dltensor", delete_capsule));
+      give(outputs[i], capsules, i);
     else
       delete_output(&outputs[i]->tensor);
   }
@@ -352,3 +372,5 @@ int metile_launch(const Launch* launch, void** inputs, void* capsules) {
 }
 
 }  // extern "C"
+
+#include "host/tape.h"

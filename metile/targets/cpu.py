@@ -6,9 +6,12 @@ import ctypes
 import functools
 import os
 import platform
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +24,27 @@ from metile.targets.compiler import CompileError, compile_library, sources_diges
 from metile.targets.isa import Isa, current_isa, supported_isas
 
 _SPIN_NANOSECONDS = 200_000  # a worker waits this long for the next launch before it sleeps
-_MAX_DIMS = 8
+MAX_DIMS = 8
 _HUGE_BYTES = 256 << 10  # weights below this are not worth a huge page
 _LAYOUT = 1000  # status of metile_launch for an input that does not fold to a matrix, plus its index
 _CACHE_BYTES = 2 << 20  # of threadgroup memory: what stays in a core's second-level cache
 _DLPACK_TYPES = {mx.float32: (2, 32), mx.float16: (2, 16), mx.bfloat16: (4, 16), mx.uint32: (1, 32)}
 
 
-class _OutputSpec(ctypes.Structure):
+class OutputSpec(ctypes.Structure):
+    """Shape and DLPack dtype of one output."""
+
     _fields_ = (
         ("ndim", ctypes.c_int64),
-        ("shape", ctypes.c_int64 * _MAX_DIMS),
+        ("shape", ctypes.c_int64 * MAX_DIMS),
         ("code", ctypes.c_int32),
         ("bits", ctypes.c_int32),
     )
 
 
-class _Launch(ctypes.Structure):
+class Launch(ctypes.Structure):
+    """Everything of one launch but the arrays, as ``host/cpu_pool.cpp`` reads it."""
+
     _fields_ = (
         ("entry", ctypes.c_void_p),
         ("groups", ctypes.c_int64),
@@ -47,15 +54,47 @@ class _Launch(ctypes.Structure):
         ("output_count", ctypes.c_int64),
         ("strided_inputs", ctypes.c_int64),
         ("numbers", ctypes.c_int64 * 16),
-        ("outputs", _OutputSpec * 4),
+        ("outputs", OutputSpec * 4),
     )
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch that was run, and the arrays it was run on."""
+
+    kernel: CpuKernel
+    launch: Launch
+    inputs: tuple[mx.array, ...]
+    outputs: tuple[mx.array, ...]
+
+
+class _Recording(threading.local):
+    """Where this thread's launches are noted, while they are."""
+
+    launches: list[Launched] | None = None
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launched]]:
+    """Note the launches that this thread runs within a ``with`` block; one around it notes them when this one ends."""
+    before, launches = _recording.launches, list[Launched]()
+    _recording.launches = launches
+    try:
+        yield launches
+    finally:
+        _recording.launches = before
+        if before is not None:
+            before += launches
 
 
 def _gone() -> None:
     """Stand for a reference to nothing."""
 
 
-class _Capsule:
+class Capsule:
     """A DLPack capsule in the form that `mx.from_dlpack` takes."""
 
     __slots__ = ("capsule",)
@@ -81,7 +120,7 @@ def thread_count() -> int:
 
 
 @functools.cache
-def _host() -> Any:
+def host() -> Any:
     """Load the host library, which owns the thread pool."""
     text = (data_root("kernels") / "host" / "cpu_pool.cpp").read_text()
     library = ctypes.PyDLL(str(compile_library(text, (), "host")))
@@ -91,6 +130,9 @@ def _host() -> Any:
     library.metile_huge_pages.argtypes = (ctypes.py_object,)
     library.metile_huge_pages.restype = ctypes.c_int64
     library.metile_expect.argtypes = (ctypes.py_object,)
+    library.metile_describe.argtypes = (ctypes.py_object, ctypes.c_void_p)
+    library.metile_tape_run.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int64, ctypes.c_void_p)
+    library.metile_unchanged.argtypes = (ctypes.py_object,) * 4
     library.metile_configure(thread_count(), _SPIN_NANOSECONDS)
     return library
 
@@ -132,10 +174,9 @@ class CpuKernel:
         self._scratch = self._library.metile_scratch
         self._scratch.restype = ctypes.c_int64
         self._scratch.argtypes = (ctypes.c_void_p,)
-        self._host = _host()
-        self._run = self._host.metile_launch
+        self._run = host().metile_launch
         self._inputs: Any = ctypes.py_object * len(source.inputs)
-        self._launches: dict[tuple[object, ...], _Launch] = {}
+        self._launches: dict[tuple[object, ...], Launch] = {}
 
     def __call__(
         self,
@@ -162,7 +203,7 @@ class CpuKernel:
             return self(copies, outputs, groups=groups, numbers=numbers, poison=poison)
         if status < 0:
             raise MemoryError(f"[{self.source.name}] expected memory for the outputs but got none")
-        return [mx.from_dlpack(_Capsule(capsule)) for capsule in capsules]
+        return self._received(launch, inputs, capsules)
 
     def bind(
         self, outputs: Sequence[Output], *, groups: int, numbers: Sequence[int] = ()
@@ -171,33 +212,44 @@ class CpuKernel:
         launch, count = self._describe(outputs, groups, numbers, False), len(outputs)
         address, run, held_type = ctypes.addressof(launch), self._run, self._inputs
 
-        def call(inputs: Sequence[mx.array], launch: _Launch = launch) -> list[mx.array]:
+        def call(inputs: Sequence[mx.array], launch: Launch = launch) -> list[mx.array]:
             held = held_type(*inputs)
             capsules: list[object] = [None] * count
             if run(address, ctypes.addressof(held), id(capsules)):
                 return self(inputs, outputs, groups=groups, numbers=numbers)  # an array that needs a copy first
-            return [mx.from_dlpack(_Capsule(capsule)) for capsule in capsules]
+            return self._received(launch, inputs, capsules)
 
         return call
 
+    def scratch_function(self) -> int:
+        """Return the address of the function that gives a launch's threadgroup memory by its numbers."""
+        return ctypes.cast(self._scratch, ctypes.c_void_p).value or 0
+
+    def _received(self, launch: Launch, inputs: Sequence[mx.array], capsules: list[object]) -> list[mx.array]:
+        """Return the outputs of a launch, noted where launches are."""
+        outputs = [mx.from_dlpack(Capsule(capsule)) for capsule in capsules]
+        if _recording.launches is not None:
+            _recording.launches.append(Launched(self, launch, tuple(inputs), tuple(outputs)))
+        return outputs
+
     def _contiguous(self, index: int, array: mx.array) -> mx.array:
-        if array.ndim > _MAX_DIMS:
-            expected = f"{self.source.inputs[index]} of at most {_MAX_DIMS} axes"
+        if array.ndim > MAX_DIMS:
+            expected = f"{self.source.inputs[index]} of at most {MAX_DIMS} axes"
             raise mismatch(self.source.name, expected, f"shape {array.shape}")
         return mx.contiguous(array)
 
-    def _describe(self, outputs: Sequence[Output], groups: int, numbers: Sequence[int], poison: bool) -> _Launch:
+    def _describe(self, outputs: Sequence[Output], groups: int, numbers: Sequence[int], poison: bool) -> Launch:
         source = self.source
         if len(numbers) != len(source.numbers):
             raise mismatch(source.name, f"numbers {source.numbers}", tuple(numbers))
-        if len(outputs) != len(source.outputs) or any(len(output.shape) > _MAX_DIMS for output in outputs):
-            expected = f"outputs {source.outputs} of at most {_MAX_DIMS} axes"
+        if len(outputs) != len(source.outputs) or any(len(output.shape) > MAX_DIMS for output in outputs):
+            expected = f"outputs {source.outputs} of at most {MAX_DIMS} axes"
             raise mismatch(source.name, expected, [output.shape for output in outputs])
-        launch = _Launch()
+        launch = Launch()
         launch.entry = ctypes.cast(self._library.metile_entry, ctypes.c_void_p).value
         launch.groups = groups
         launch.numbers[: len(numbers)] = list(numbers)
-        launch.scratch_bytes = self._scratch(ctypes.addressof(launch) + _Launch.numbers.offset)
+        launch.scratch_bytes = self._scratch(ctypes.addressof(launch) + Launch.numbers.offset)
         launch.poison = int(poison)
         launch.input_count, launch.output_count = len(source.inputs), len(outputs)
         launch.strided_inputs = sum(1 << i for i, name in enumerate(source.inputs) if name in source.strided)
@@ -249,12 +301,12 @@ class CpuTarget:
         The weights stay in place and no memory is added. What was prepared before is not prepared again. On one Xeon
         it made streaming about a fifth faster.
         """
-        host = _host()
+        library = host()
         covered = 0
         for weight in weights:  # one at a time: no other is kept alive by this
             if weight.nbytes >= _HUGE_BYTES and self._prepared.get(id(weight), _gone)() is not weight:
                 self._prepared[id(weight)] = weakref.ref(weight)
-                covered += max(host.metile_huge_pages(weight), 0)
+                covered += max(library.metile_huge_pages(weight), 0)
         return covered
 
     def expect(self, weights: Iterable[mx.array]) -> None:
@@ -262,9 +314,9 @@ class CpuTarget:
 
         For the weights of a model in use. Weights that a measurement wants cold must not be expected.
         """
-        host = _host()
+        library = host()
         for weight in weights:
-            host.metile_expect(weight)
+            library.metile_expect(weight)
 
     def compile_all(self, sources: Sequence[KernelSource]) -> list[Kernel | CompileError]:
         """Compile many kernels in parallel; a rejected one gives its error in place of the kernel."""
@@ -291,7 +343,7 @@ def _processor() -> str:
 def available() -> str | None:
     """Return why the CPU target cannot be used here, or None where it can."""
     try:
-        _host()
+        host()
     except (MetileError, OSError) as error:
         return str(error)
     return None
