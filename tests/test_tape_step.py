@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import trim_prompt_cache
@@ -22,6 +23,7 @@ from tape_models import begun, decode, ids, make, no_tapes, python_launches, sam
 from tiny_models import assert_close, patched
 
 from metile import tape_step
+from metile.demo import demo_folder
 from metile.instances import plain_class, state_of, swap
 from metile.targets.cpu import recorded
 from metile.targets.cpu_tape import CpuTape
@@ -64,6 +66,17 @@ def test_an_untied_vocabulary_and_biases() -> None:
     cache = begun(model)
     assert same(decode(model, cache), expected)
     assert python_launches(model, cache) == 0
+
+
+def test_the_demo_checkpoint() -> None:
+    model = mlx_lm.load(str(demo_folder("bf16")))[0]
+    handle = patched(model)
+    with no_tapes(model):
+        expected = decode(model, begun(model), 5)
+    cache = begun(model)
+    assert same(decode(model, cache, 5), expected)
+    assert python_launches(model, cache) == 0
+    assert not handle.declined
 
 
 def test_two_tokens_are_recorded_and_a_third_is_played() -> None:
