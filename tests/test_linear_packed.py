@@ -23,6 +23,7 @@ from metile.ops.linear_tile import LinearTile
 from metile.ops.projections import ProjectionsKey
 from metile.ops.weights import AFFINE_BITS, AFFINE_GROUPS, weight_format
 from metile.report_dispatches import SelectedDispatches
+from metile.targets.base import Limits
 from metile.targets.cpu import CpuTarget
 
 Array = np.ndarray[Any, Any]
@@ -157,6 +158,14 @@ def test_families_names_and_dispatches() -> None:
             SelectedDispatches.of({family: [key.dispatch(candidate)]})  # type: ignore[list-item]
         assert weights in key.subject()
         assert weights in key.source(key.space(BEST.limits)[0]).name
+
+
+def test_devices_without_such_kernels_say_so() -> None:
+    key = LinearKey("store", 1, 64, 128, "bfloat16", "affine4g64")
+    apple = Limits(lanes=32, registers=128, threadgroup_bytes=32768, tile_dtypes=DTYPES, tile_rows=8, threads=1024)
+    assert key.space(apple) == []
+    assert "quantized weights have no kernel for this device yet" in key.pruned(apple)
+    assert dataclasses.replace(key, weights="dense").space(apple)
 
 
 def test_a_format_that_does_not_exist_is_refused() -> None:

@@ -95,6 +95,8 @@ def _rows_fault(tile: LinearTile, operands: int) -> str | None:
 
 def _shape_fault(key: LinearKey, tile: LinearTile) -> str | None:
     """Return why a tile that fits the device does not fit a shape."""
+    if not key.format.is_dense:
+        return "quantized weights have no kernel for this device yet"
     if tile.block_n >= key.outputs + 64:
         return "block_n is wider than the matrix"
     if tile.program == "rows":
