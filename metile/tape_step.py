@@ -27,6 +27,7 @@ from mlx_lm.models.cache import KVCache
 from metile.constants import Constants
 from metile.decode_step import call_patched, is_step, launched_since, step_arguments
 from metile.instances import patched_class, plain_class
+from metile.linears import EMBEDDINGS
 from metile.ops.attention import token_bucket
 from metile.patched import Entry, Runtime, State
 from metile.sites import Declined
@@ -37,7 +38,6 @@ from metile.targets.cpu_tape import CpuTape, addresses, unchanged
 
 _MOST_TAPES = 16  # shapes whose tapes are kept
 _MOST_RECORDS = 32  # in a row, none of which came to a tape that was used
-_EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
 
 @dataclass
@@ -266,7 +266,7 @@ def _embedding(module: nn.Module, inputs: mx.array, embedded: mx.array) -> Calla
         OpenStepError: none does.
     """
     for part in module.modules():
-        if plain_class(part) in _EMBEDDINGS:
+        if plain_class(part) in EMBEDDINGS:
             rows: mx.array = part(inputs)
             if rows.shape == embedded.shape and rows.dtype == embedded.dtype and _same(rows, embedded):
                 return part  # type: ignore[no-any-return]

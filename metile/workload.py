@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step, generation_stream
 
 from metile.errors import mismatch
 from metile.files import data_root
+from metile.linears import is_embedding
 from metile.report_rules import Sample
 from metile.suites import Workload
 
@@ -33,10 +34,7 @@ def vocabulary(model: nn.Module) -> int:
     Raises:
         MetileError: the model has no embedding.
     """
-    sizes = [module.weight.shape[0] for _, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    sizes += [
-        module.weight.shape[0] for _, module in model.named_modules() if type(module).__name__ == "QuantizedEmbedding"
-    ]
+    sizes = [module.weight.shape[0] for _, module in model.named_modules() if is_embedding(module)]
     if not sizes:
         raise mismatch("model", "an embedding of tokens", "none")
     return int(max(sizes))

@@ -5,13 +5,6 @@
 
 inline float float_of_code(uint bits) { return float_of_bits(int(bits)); }
 
-// Four bits: sign, two of exponent, one of mantissa.
-inline float level_e2m1(uint code) {
-  const uint size = code & 7, sign = (code & 8) << 28;
-  const uint half_of = size == 1 ? 0x3F000000u : 0u;  // below 1 the step is that of the next exponent
-  return float_of_code(sign | (size < 2 ? half_of : (size + 252) << 22));
-}
-
 // Eight bits: sign, four of exponent, three of mantissa.
 inline float level_e4m3(uint code) {
   const uint size = code & 127;
@@ -27,31 +20,20 @@ struct Affine {
   static constexpr constant int bits = BITS, group = GROUP;
   static constexpr constant bool is_biased = true, is_integer = true;
   template <typename T> using Scale = T;
-  static inline float level(uint code) { return float(code); }
   template <typename S> static inline float scale(S stored) { return float(stored); }
 };
 
-struct Mxfp4 {
-  static constexpr constant int bits = 4, group = 32;
+// Levels that are small floats, and a byte for a scale.
+template <int BITS, int GROUP>
+struct BlockScaled {
+  static constexpr constant int bits = BITS, group = GROUP;
   static constexpr constant bool is_biased = false, is_integer = false;
   template <typename T> using Scale = uchar;
-  static inline float level(uint code) { return level_e2m1(code); }
   static inline float scale(uint stored) { return level_e8m0(stored); }
 };
-
-struct Mxfp8 {
-  static constexpr constant int bits = 8, group = 32;
-  static constexpr constant bool is_biased = false, is_integer = false;
-  template <typename T> using Scale = uchar;
-  static inline float level(uint code) { return level_e4m3(code); }
-  static inline float scale(uint stored) { return level_e8m0(stored); }
-};
-
-struct Nvfp4 {
-  static constexpr constant int bits = 4, group = 16;
-  static constexpr constant bool is_biased = false, is_integer = false;
-  template <typename T> using Scale = uchar;
-  static inline float level(uint code) { return level_e2m1(code); }
+struct Mxfp4 : BlockScaled<4, 32> {};  // levels of two bits of exponent and one of mantissa
+struct Mxfp8 : BlockScaled<8, 32> {};  // of four and three
+struct Nvfp4 : BlockScaled<4, 16> {    // as Mxfp4
   static inline float scale(uint stored) { return level_e4m3(stored); }
 };
 

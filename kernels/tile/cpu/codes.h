@@ -57,7 +57,7 @@ struct Codes<4, COUNT> {
   }
 };
 
-// Levels of codes in vector lanes; as the scalar functions of packed.h.
+// Levels of codes in vector lanes.
 template <typename F>
 inline vfloat levels(F, vuint codes) { return __builtin_convertvector(codes, vfloat); }
 inline vfloat levels_e2m1(vuint codes) {

@@ -24,7 +24,7 @@ struct FloatRows {
   static constexpr float unit = 1, offset = 0;  // weight = scale * unit * (multiplied - offset) + bias
   static constexpr long bytes(long columns) { return 4 * columns; }  // of a row of x
 
-  static void stage(char* to, const float* group, long k, long) {
+  static void stage(char* to, const float* group, long k) {
     __builtin_memcpy(to + 4 * k, group, 4 * F::group);
   }
 
@@ -89,7 +89,7 @@ struct RowStage<Packed<T, F>, ROWS> {
       total += value;
     }
     totals[m * groups + k / F::group] = metile::reduce_add(total);
-    Rows::stage(memory + m * Rows::bytes(x.columns), values, k, x.columns);
+    Rows::stage(memory + m * Rows::bytes(x.columns), values, k);
   }
 };
 

@@ -86,7 +86,7 @@ struct ShortRows : IntegerLevels<F> {
   static constexpr long block_bytes = 2 * count + 4 * lanes;  // words of x [each][2 * lanes], a scale a lane
   static constexpr long bytes(long columns) { return ceil_div(columns, count) * block_bytes; }
 
-  static void stage(char* to, const float* group, long k, long) {
+  static void stage(char* to, const float* group, long k) {
     float most = 0;
     for (int i = 0; i < F::group; ++i) most = larger(most, __builtin_fabsf(group[i]));
     const float scale = most / 32767, factor = most > 0 ? 32767 / most : 0;

@@ -32,12 +32,7 @@ struct RowAccumulator<Packed<T, F>, P, ROWS, BN, WN, KU, 0> {
     if (first >= w[0].rows) return;
     if (whole) walk<true>(x, w, first);
     else walk<false>(x, w, first);
-#pragma unroll
-    for (int p = 0; p < P; ++p)
-#pragma unroll
-      for (int i = 0; i < tile_n; ++i)
-#pragma unroll
-        for (int m = 0; m < ROWS; ++m) sums[p][i][m] = simd_sum(sums[p][i][m]);
+    add_lanes(sums);
   }
 
   template <typename E>

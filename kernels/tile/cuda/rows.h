@@ -16,6 +16,17 @@ struct RowStage {
   inline const T* row(Index m) const { return x.row(min_of(first + m, x.rows - 1)); }
 };
 
+// Each sum of all lanes, in all lanes.
+template <int P, int TILE, int ROWS>
+inline void add_lanes(float (&sums)[P][TILE][ROWS]) {
+#pragma unroll
+  for (int p = 0; p < P; ++p)
+#pragma unroll
+    for (int i = 0; i < TILE; ++i)
+#pragma unroll
+      for (int m = 0; m < ROWS; ++m) sums[p][i][m] = simd_sum(sums[p][i][m]);
+}
+
 // Sums that all lanes have, of TILE rows of weights from n0 on, each to a lane, 32 at a time: each runs the epilogue on
 // its own.
 template <typename T, typename E, int P, int TILE, int ROWS>
@@ -73,12 +84,7 @@ struct RowAccumulator<T, P, ROWS, BN, WN, KU, 0> {
     // Rows past the edge of x, or of the weights, repeat the last: nothing they give is stored.
     if (whole) walk<true>(x, w, rows, depth);
     else walk<false>(x, w, rows, depth);
-#pragma unroll
-    for (int p = 0; p < P; ++p)
-#pragma unroll
-      for (int i = 0; i < tile_n; ++i)
-#pragma unroll
-        for (int m = 0; m < ROWS; ++m) sums[p][i][m] = simd_sum(sums[p][i][m]);
+    add_lanes(sums);
   }
 
   template <typename E>
