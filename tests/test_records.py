@@ -36,6 +36,17 @@ def test_the_suites_of_the_h200_are_reports_of_accepted_plans(record: str) -> No
     assert first in README
 
 
+def test_the_demo_on_an_amd_machine_is_what_the_readme_says() -> None:
+    (model,) = report.load(RESULTS / "demo-amd-epyc-avx2-2-threads.json").models
+    assert model.plan_confirmation is not None
+    assert model.plan_confirmation.accepted
+    m = model.medians
+    ratios = (
+        f"prefill {m.prefill_speedup:.1f}x, decode {m.decode_speedup:.2f}x, time to first token {m.ttft_speedup:.1f}x"
+    )
+    assert ratios in README
+
+
 def test_the_kernels_of_the_h200_are_those_of_the_readme() -> None:
     run = gpu_record.load(RESULTS / "h200-kernels.json")
     assert run.machine.name == "NVIDIA H200"
